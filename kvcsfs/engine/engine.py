@@ -234,7 +234,7 @@ class Engine:
             results[i] = outcome
             if isinstance(outcome, Staged):
                 outcome.expires = expires
-                session.staged[outcome.token] = outcome
+                session.add(outcome)
         return results
 
     def _refusal(self, volume: Volume, name: str, size: int, if_exists: str) -> KvcsError | None:
@@ -300,7 +300,7 @@ class Engine:
         """
         keys.check(name)
         staged = await self.volume(index).stage_file(name)
-        session.staged[staged.token] = staged
+        session.add(staged)
         session.reserved += staged.charged
         return staged
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import TYPE_CHECKING
 
 from kvcsfs.engine.entry import Entry, charge
@@ -24,13 +25,14 @@ class Lease:
 class Staged:
     """One value on its way in. `entry` isn't in the index yet; its charge is what is reserved.
 
-    `fd` is the writable descriptor, owned by whoever got this from the engine; `expires` a monotonic time.
+    `fd` is the writable descriptor, owned by whoever got this from the engine. `token` names the reservation within
+    its session; `expires` is a time of trio's clock.
     """
 
-    token: int
     volume: Volume
     entry: Entry
     fd: int
+    token: int = 0
     expires: float = float("inf")
 
     @property
@@ -53,6 +55,7 @@ class Session:
         self.reserved = 0
         self.closed = False
         self._quota_share = quota_share
+        self._tokens = itertools.count(1)
 
     def take(self, charged: int, capacity: int) -> bool:
         """Count bytes to this session unless that passes its quota. One value alone may be larger."""
@@ -60,6 +63,11 @@ class Session:
             return False
         self.reserved += charged
         return True
+
+    def add(self, staged: Staged) -> None:
+        """Hold a reservation whose bytes are counted."""
+        staged.token = next(self._tokens)
+        self.staged[staged.token] = staged
 
     def pop(self, token: int) -> Staged | None:
         """Give a reservation up to the step that ends it; None if there is none."""

@@ -177,7 +177,7 @@ class Volume:
                 continue
             slot, fd = outcome
             entry = Entry(names[i], slot, sizes[i], b"", 0, 0.0, keys.is_temporary(names[i]))
-            results[i] = Staged(self.store.number(), self, entry, fd)
+            results[i] = Staged(self, entry, fd)
         for j in plan.refused:
             session.reserved -= charges[j]
             results[positions[j]] = CapacityError(
@@ -318,7 +318,7 @@ class Volume:
             self.catalog.ledger.move(charge(0), "reserved", None)
             raise
         entry = Entry(key, slot, 0, b"", 0, 0.0, keys.is_temporary(key))
-        return Staged(self.store.number(), self, entry, fd)
+        return Staged(self, entry, fd)
 
     async def grow(self, staged: Staged, size: int) -> None:
         """Reserve for at least `size` bytes, doubling to keep the steps few. Raises CapacityError; nothing changes."""
