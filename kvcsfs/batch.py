@@ -16,6 +16,7 @@ import os
 import socket
 import struct
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -307,8 +308,7 @@ class Connection:
                 bytes([0 if e.proven else wire.UNPROVEN for e in found]),
                 end < len(entries),
             )
-            carried = [fd for fd, _ in zip(fds, found, strict=False)]
-            await self._send(reply, carried, lambda: not opened.lease or opened.lease in session.leases)
+            await self._send(reply, list(islice(fds, len(found))), lambda: not opened.lease or opened.lease in session.leases)
 
     async def _reserve(self, request: wire.Reserve) -> None:
         session = self._session
