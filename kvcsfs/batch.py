@@ -308,7 +308,9 @@ class Connection:
                 bytes([0 if e.proven else wire.UNPROVEN for e in found]),
                 end < len(entries),
             )
-            await self._send(reply, list(islice(fds, len(found))), lambda: not opened.lease or opened.lease in session.leases)
+            await self._send(
+                reply, list(islice(fds, len(found))), lambda: not opened.lease or opened.lease in session.leases
+            )
 
     async def _reserve(self, request: wire.Reserve) -> None:
         session = self._session

@@ -269,7 +269,7 @@ class Engine:
                 staged.entry.checksum = checksum
                 by_volume.setdefault(staged.volume, []).append((i, staged))
         for volume, parts in by_volume.items():
-            outcomes = await volume.commit(session.user, [s for _, s in parts], if_exists)
+            outcomes = await volume.commit([s for _, s in parts], if_exists)
             for (i, _), outcome in zip(parts, outcomes, strict=True):
                 results[i] = outcome
         return results
@@ -329,7 +329,7 @@ class Engine:
                 await volume.abort([staged])
                 raise
             staged.entry.key, staged.entry.temporary = name, keys.is_temporary(name)
-            (failed,) = await volume.commit(session.user, [staged])
+            (failed,) = await volume.commit([staged])
         if failed:
             raise failed
         return staged.entry

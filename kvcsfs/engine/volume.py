@@ -172,7 +172,7 @@ class Volume:
         for j, outcome in prepared.items():
             i = positions[j]
             if isinstance(outcome, KvcsError):
-                self.catalog.ledger.move(charges[j], "reserved", None)
+                self.catalog.unreserve(charges[j])
                 session.reserved -= charges[j]
                 self.counters["io_errors"] += 1
                 results[i] = outcome
@@ -189,25 +189,22 @@ class Volume:
         self._wake_evictor()
         return results
 
-    def _keep_stuck(self, victims: Iterable[Entry]) -> None:
+    def _keep_stuck(self, victims: Collection[Entry]) -> None:
         """Victims whose files can't be removed stay counted, and are tried again later."""
-        for victim in victims:
-            self.counters["io_errors"] += 1
-            self.catalog.ledger.move(victim.charged, None, "retired")
-            self.catalog.retired.add(victim)
+        self.counters["io_errors"] += len(victims)
+        self.catalog.keep_stuck(victims)
 
-    async def commit(self, user: int, staged: Sequence[Staged], if_exists: str = "overwrite") -> list[KvcsError | None]:
+    async def commit(self, staged: Sequence[Staged], if_exists: str = "overwrite") -> list[KvcsError | None]:
         """Publish staged objects whose checksums are set. What fails is aborted; the keys stand as they were."""
         results: list[KvcsError | None] = [None] * len(staged)
         last = {s.entry.key: i for i, s in enumerate(staged)}
         async with self._claim(last):
-            await self._commit_claimed(user, staged, if_exists, results, last)
+            await self._commit_claimed(staged, if_exists, results, last)
         self._wake_evictor()
         return results
 
     async def _commit_claimed(
         self,
-        user: int,
         staged: Sequence[Staged],
         if_exists: str,
         results: list[KvcsError | None],
@@ -233,21 +230,18 @@ class Volume:
         held = [old for old in olds if old is not None]
         self.catalog.pin(held)
         sealed = await self._files(jobs.seal_many, self.store, entries, olds)
-        table = self.descriptors.of(user)
         committed: list[Entry] = []
         for i, entry, outcome in zip(positions, entries, sealed, strict=True):
-            if isinstance(outcome, KvcsError):
+            if outcome is not None:
                 results[i] = outcome
                 self.counters["io_errors"] += isinstance(outcome, BackingError)
                 dropped.append(entry)
                 continue
             self.catalog.insert(entry)
-            table[entry] = outcome
             committed.append(entry)
         self.catalog.lru.touch(reversed(committed))
         self.counters["puts"] += len(committed)
         self._watch(self.index, [e.key for e in committed])
-        jobs.close_all(self.descriptors.surplus())
         self.catalog.retire_staged(dropped)
         await self.reclaim([*dropped, *self.catalog.unpin(held)])
 
@@ -315,7 +309,7 @@ class Volume:
         try:
             slot, fd = await self._files(jobs.create_file, self.store)
         except KvcsError:
-            self.catalog.ledger.move(charge(0), "reserved", None)
+            self.catalog.unreserve(charge(0))
             raise
         entry = Entry(key, slot, 0, b"", 0, 0.0, keys.is_temporary(key))
         return Staged(self, entry, fd)
@@ -351,7 +345,7 @@ class Volume:
     async def finish_file(self, staged: Staged, size: int, checksum: bytes | None) -> None:
         """Cut a grown file to its size, give the rest of its reservation back, and set its checksum; closes `fd`."""
         staged.entry.checksum = await self._files(jobs.finish_file, staged.fd, size, checksum)
-        self.catalog.ledger.move(staged.charged - charge(size), "reserved", None)
+        self.catalog.unreserve(staged.charged - charge(size))
         staged.entry.size = size
 
     async def close_file(self, staged: Staged) -> None:
@@ -471,13 +465,11 @@ class Volume:
         found = await trio.to_thread.run_sync(recovery.recover, self.store, limiter=self._limiter)
         self.catalog.load(found.entries)
         for slot in found.free_slots:
-            self.catalog.ledger.move(slot.size, None, "free_slots")
             self.catalog.add_free(slot)
         self.extras.update(found.extras)
         while batch := self._oldest(-self.catalog.room):
             await self._evict(batch)
-        while self.catalog.ledger.free < 0 and (free := self.catalog.pop_free()):
-            self.catalog.ledger.move(free.size, "free_slots", None)
+        while self.catalog.ledger.free < 0 and (free := self.catalog.drop_free()):
             await self._files(jobs.drop, self.store, free)
         self.recovering = False
 
