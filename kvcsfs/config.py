@@ -1,0 +1,204 @@
+"""One frozen Config: each setting is declared once and checked once, from the file and from flags alike."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvcsfs.errors import ConfigError
+
+DEFAULT_SOCKET = "/var/run/kvcs/efc-grpc.sock"
+MIN_CAPACITY = 1 << 20
+_UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes of "100GiB", "4096" or 4096. Raises ValueError with what would be right."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(KiB|MiB|GiB|TiB|)\s*", str(text))
+    if not match or (isinstance(text, bool)):
+        raise ValueError(f'expected a size such as "100GiB" or plain bytes, not {text!r}')
+    return int(float(match[1]) * _UNITS[match[2]]) if "." in match[1] else int(match[1]) * _UNITS[match[2]]
+
+
+def format_size(size: float) -> str:
+    """A size for people: the largest unit of which there is at least one."""
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        if size >= _UNITS[unit]:
+            return f"{size / _UNITS[unit]:.1f} {unit}"
+    return f"{size:.0f} B"
+
+
+@dataclasses.dataclass(frozen=True)
+class MountpointConfig:
+    """One backing directory. Sizes in bytes; watermarks as a share of the capacity that is kept free.
+
+    `capacity`: bytes, or a share of the file system ("80%") that is resolved when the configuration is read.
+    Background eviction starts when less than `low_watermark` is free and stops at `high_watermark`.
+    """
+
+    path: Path
+    capacity: int
+    low_watermark: float = 0.005
+    high_watermark: float = 0.01
+    io: str = "buffered"  # or "direct"
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The whole configuration of one daemon."""
+
+    mountpoints: tuple[MountpointConfig, ...]
+    socket: Path = Path(DEFAULT_SOCKET)
+    socket_group: str = ""  # group that may connect; "" leaves the daemon's own
+    mount: Path | None = None
+    backend: str = "direct"  # or "pooled"
+    metrics: str = ""  # address:port, "" for none
+
+
+def load(file: Path | None, flags: Mapping[str, str | None]) -> Config:
+    """Read the file, let flags (`data`, `capacity`, `mount`, `socket`, `metrics`) override it, and check everything.
+
+    Raises:
+        ConfigError: one line that names the file, the key and what was expected.
+    """
+    source = str(file) if file else "command line"
+    document = _read(file) if file else {}
+    unknown = sorted(set(document) - {"store", "mountpoints"})
+    if unknown:
+        raise ConfigError(f"{source}: unknown key {unknown[0]!r}, expected [store] or [[mountpoints]]")
+    store = _table(source, "store", document.get("store", {}), _STORE_KEYS)
+    raw = document.get("mountpoints", [])
+    if not isinstance(raw, list):
+        raise ConfigError(f"{source}: mountpoints: expected [[mountpoints]] tables")
+    tables = [_table(source, f"mountpoints[{i}]", t, _MOUNTPOINT_KEYS) for i, t in enumerate(raw)]
+    for name in ("mount", "socket", "metrics"):
+        if flags.get(name):
+            store[name] = flags[name]
+    if flags.get("data") or (flags.get("capacity") and not tables):
+        tables = tables or [{}]
+    for flag, name in (("data", "path"), ("capacity", "capacity")):
+        if flags.get(flag):
+            tables[0][name] = flags[flag]
+    if not tables:
+        raise ConfigError(f"{source}: no data directory; give --data DIR --capacity SIZE, or a [[mountpoints]] table")
+    mountpoints = tuple(_mountpoint(f"{source}: mountpoints[{i}]", t) for i, t in enumerate(tables))
+    paths = [os.path.realpath(m.path) for m in mountpoints]
+    for i, path in enumerate(paths):
+        if path in paths[:i]:
+            raise ConfigError(f"{source}: mountpoints[{i}].path: {path} is used twice")
+    return _store(f"{source}: store", store, mountpoints)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as exc:
+        raise ConfigError(f"{file}: can't be read: {exc.strerror}") from exc
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"{file}: not valid TOML: {exc}") from exc
+
+
+_STORE_KEYS = frozenset({"socket", "socket_group", "mount", "backend", "metrics"})
+_MOUNTPOINT_KEYS = frozenset({"path", "capacity", "low_watermark", "high_watermark", "io"})
+
+
+def _table(source: str, name: str, table: Any, known: frozenset[str]) -> dict[str, Any]:
+    if not isinstance(table, dict):
+        raise ConfigError(f"{source}: {name}: expected a table")
+    for key in table:
+        if key not in known:
+            raise ConfigError(f"{source}: {name}.{key}: unknown key, expected one of {', '.join(sorted(known))}")
+    return dict(table)
+
+
+def _store(where: str, table: dict[str, Any], mountpoints: tuple[MountpointConfig, ...]) -> Config:
+    backend = _choice(where, "backend", table.get("backend", "direct"), ("direct", "pooled"))
+    socket = _text(where, "socket", table.get("socket", DEFAULT_SOCKET))
+    if len(os.fsencode(os.path.abspath(socket))) > 107:  # sun_path, unix(7)
+        raise ConfigError(f"{where}.socket: {socket} is too long, a socket path has at most 107 bytes")
+    mount = table.get("mount")
+    metrics = table.get("metrics", "")
+    if metrics:
+        _address(where, _text(where, "metrics", metrics))
+    return Config(
+        mountpoints=mountpoints,
+        socket=Path(os.path.abspath(socket)),
+        socket_group=_text(where, "socket_group", table["socket_group"]) if "socket_group" in table else "",
+        mount=Path(os.path.abspath(_text(where, "mount", mount))) if mount is not None else None,
+        backend=backend,
+        metrics=metrics,
+    )
+
+
+def _mountpoint(where: str, table: dict[str, Any]) -> MountpointConfig:
+    if "path" not in table:
+        raise ConfigError(f"{where}.path: missing, expected the backing directory (--data DIR)")
+    path = Path(os.path.abspath(_text(where, "path", table["path"])))
+    if not path.is_dir():
+        raise ConfigError(f"{where}.path: {path} is not a directory, expected one that exists")
+    if "capacity" not in table:
+        raise ConfigError(f'{where}.capacity: missing, expected a size such as "100GiB" (--capacity SIZE)')
+    low = _share(where, "low_watermark", table.get("low_watermark", MountpointConfig.low_watermark))
+    high = _share(where, "high_watermark", table.get("high_watermark", MountpointConfig.high_watermark))
+    if low > high:
+        raise ConfigError(f"{where}.low_watermark: {low:.1%} is above high_watermark, {high:.1%}; expected it below")
+    return MountpointConfig(
+        path=path,
+        capacity=_capacity(where, path, table["capacity"]),
+        low_watermark=low,
+        high_watermark=high,
+        io=_choice(where, "io", table.get("io", "buffered"), ("buffered", "direct")),
+    )
+
+
+def _capacity(where: str, path: Path, value: Any) -> int:
+    percent = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", value) if isinstance(value, str) else None
+    if percent:
+        if not 0 < float(percent[1]) <= 100:
+            raise ConfigError(f"{where}.capacity: {value!r}: expected more than 0% and at most 100%")
+        stat = os.statvfs(path)
+        size = int(stat.f_blocks * stat.f_frsize * float(percent[1]) / 100)
+    else:
+        try:
+            size = parse_size(value)
+        except ValueError as exc:
+            raise ConfigError(f"{where}.capacity: {exc}") from None
+    if size < MIN_CAPACITY:
+        raise ConfigError(f"{where}.capacity: {size} B is too small, expected at least 1MiB")
+    return size
+
+
+def _share(where: str, key: str, value: Any) -> float:
+    percent = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", value) if isinstance(value, str) else None
+    if percent:
+        share = float(percent[1]) / 100
+    elif isinstance(value, float):
+        share = value
+    else:
+        share = -1.0
+    if not 0 <= share <= 0.5:
+        raise ConfigError(f'{where}.{key}: {value!r}: expected a share of the capacity from "0%" to "50%"')
+    return share
+
+
+def _text(where: str, key: str, value: Any) -> str:
+    if not isinstance(value, str) or not value or "\0" in value:
+        raise ConfigError(f"{where}.{key}: {value!r}: expected a text that isn't empty")
+    return value
+
+
+def _choice(where: str, key: str, value: Any, choices: tuple[str, ...]) -> str:
+    if value not in choices:
+        raise ConfigError(f"{where}.{key}: {value!r}: expected {' or '.join(repr(c) for c in choices)}")
+    return str(value)
+
+
+def _address(where: str, value: str) -> None:
+    host, _, port = value.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ConfigError(f'{where}.metrics: {value!r}: expected ADDR:PORT such as "127.0.0.1:9477"')
