@@ -116,7 +116,10 @@ def show_table(rows: Sequence[tuple[str, Outcome]]) -> None:
         print(
             f"{label:34}{row.prefix_seconds:8.3f} s{saved:>12}{row.first_token_seconds:11.3f} s  {row.text!r}"
         )
-    cold, slowest_hit = rows[0][1].first_token_seconds, max(row.first_token_seconds for _, row in rows[1:])
+    cold, slowest_hit = (
+        rows[0][1].first_token_seconds,
+        max(row.first_token_seconds for _, row in rows if row.hit),
+    )
     print(f"the slowest hit is {cold / slowest_hit:.0f} times as fast as computing")
 
 
