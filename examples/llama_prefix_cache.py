@@ -18,8 +18,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -253,21 +253,28 @@ def open_store(stack: ExitStack, home: Path, capacity_bytes: int) -> tuple[Local
     return store, client
 
 
-def run(tokens: int, scratch: Path) -> None:
-    """The whole demonstration below `scratch`; leaves logs and data there, and nothing running or mounted."""
+@contextmanager
+def only_run_in(scratch: Path) -> Iterator[None]:
+    """Keep a second run out of `scratch`: each begins by clearing it."""
     scratch.mkdir(parents=True, exist_ok=True)
     with (scratch / "lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise DemoError(f"another run is using {scratch}; give this one its own with --scratch") from None
+        yield
+
+
+def run(tokens: int, scratch: Path) -> None:
+    """The whole demonstration below `scratch`; leaves logs and data there, and nothing running or mounted."""
+    short = max(32, tokens // 8)
+    with only_run_in(scratch):
         with ExitStack() as stack:
             # Room for eight such prefixes: a file that grows reserves in doubling steps while it is written.
             store, client = open_store(
                 stack, scratch / "large", max(64 << 20, 8 * tokens * KV_BYTES_PER_TOKEN)
             )
             show_both_faces(store, client, show_hits(store, client, tokens))
-        short = max(32, tokens // 8)
         with ExitStack() as stack:
             store, client = open_store(
                 stack, scratch / "small", max(16 << 20, 8 * short * KV_BYTES_PER_TOKEN)
