@@ -295,8 +295,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--scratch", type=Path, default=SCRATCH, help="where data, mounts and logs go")
     arguments = parser.parse_args(argv)
-    # A plain kill cleans up like Ctrl-C: both unwind through the same `with` blocks.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         run(arguments.tokens, arguments.scratch.resolve())
     except KeyboardInterrupt:
@@ -310,4 +308,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    # A plain kill cleans up like Ctrl-C: both unwind through the same `with` blocks.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     raise SystemExit(main())

@@ -1,5 +1,6 @@
 """The example with the real model and short prompts; its pieces, where no model is needed."""
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -52,6 +53,7 @@ def test_a_slot_file_that_is_gone_is_an_engine_error(start_engine: StartEngine):
 
 @pytest.mark.engines
 @pytest.mark.mount
+@pytest.mark.skipif(not os.access("/dev/fuse", os.R_OK | os.W_OK), reason="/dev/fuse can't be opened here")
 def test_the_example_runs_with_a_short_prompt(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     status = example.main(["--tokens", "200", "--scratch", str(tmp_path)])
     printed = capfd.readouterr()
