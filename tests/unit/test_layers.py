@@ -104,8 +104,9 @@ def imports_of(module: str, source: str, *, is_package: bool) -> Iterator[tuple[
 def complaint(module: str, layer: Layer, imported: str) -> str | None:
     top = imported.partition(".")[0]
     if top in ("kvcs", "kvcsfs"):
-        # `from kvcsfs import errors` names a layer, `from kvcsfs import __version__` the bare package.
-        if imported == "kvcsfs.__version__" or any(covers(allowed, imported) for allowed in layer.ours):
+        # The bare package holds the version alone; `from kvcsfs import errors` is read as `kvcsfs.errors`.
+        bare = imported in ("kvcsfs", "kvcsfs.__version__") and layer.name != "kvcs"
+        if bare or any(covers(allowed, imported) for allowed in layer.ours):
             return None
         return f"{layer.name} may import of ours only {', '.join(layer.ours) or 'nothing'}"
     if top in RESTRICTED and top not in layer.outside:
