@@ -38,10 +38,14 @@ LAYERS = (
         ("kvcsfs.engine", "kvcsfs.errors", "kvcsfs.config"),
         ("sortedcontainers", "msgspec", "xxhash"),
     ),
-    Layer(
-        "kvcsfs.engine.engine",
-        ("kvcsfs.engine", "kvcsfs.errors", "kvcsfs.config"),
-        ("trio", "sortedcontainers", "msgspec", "xxhash"),
+    # The asynchronous face of the engine, and its part for one mountpoint; all below them is synchronous.
+    *(
+        Layer(
+            name,
+            ("kvcsfs.engine", "kvcsfs.errors", "kvcsfs.config"),
+            ("trio", "sortedcontainers", "msgspec", "xxhash"),
+        )
+        for name in ("kvcsfs.engine.engine", "kvcsfs.engine.volume")
     ),
     Layer("kvcsfs.fuse", ("kvcsfs.fuse", "kvcsfs.engine", "kvcsfs.errors"), ("pyfuse3", "trio", "xxhash")),
     Layer(
