@@ -203,7 +203,7 @@ def show_both_faces(store: LocalStore, client: KvcsLowLevelClient, key: str) -> 
     print(
         f"SDK: {got.status} B in {sdk_ms:.0f} ms; open() on the mount: {len(content)} B in {mount_ms:.0f} ms"
     )
-    if got.status <= 0 or got.data != content:
+    if got.data is None or bytes(got.data) != content:
         raise DemoError(f"{key}: the SDK and the mount show different bytes")
     print("the bytes are the same")
     run_tool("ls", "-l", str(store.mount / FAMILY))
