@@ -11,6 +11,7 @@ import gc
 import itertools
 import logging
 import resource
+import secrets
 import time
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
@@ -73,7 +74,6 @@ class Engine:
                 volume.store.close()
             raise
         self._started = time.time()
-        self._leases = itertools.count(1)
         self._sessions: set[Session] = set()
 
     def _changed(self, index: int, names: Collection[str]) -> None:
@@ -89,7 +89,7 @@ class Engine:
             for volume in self.volumes:
                 nursery.start_soon(self._recover, volume)
                 nursery.start_soon(volume.keep_room)
-                nursery.start_soon(volume.retry_reclaim)
+                nursery.start_soon(volume.reclaim_loose)
             nursery.start_soon(self._expire)
             nursery.start_soon(self._checkpoints)
             try:
@@ -146,7 +146,7 @@ class Engine:
         self._sessions.discard(session)
         with trio.CancelScope(shield=True):
             for lease in list(session.leases):
-                await self.release(session, lease)
+                self.release(session, lease)
             await self.abort_many(session, list(session.staged))
 
     def volume(self, index: int) -> Volume:
@@ -166,13 +166,18 @@ class Engine:
         volume = self.volume(index)
         if volume.settling:
             await volume.settled(names)
-        get = volume.catalog.index.get
-        found = [get(name) for name in names]
-        if not temporaries:
-            found = [None if e is None or e.temporary else e for e in found]
+        found = volume.lookup(names, temporaries)
         if renew:
             volume.catalog.touch([e for e in found if e is not None], time.time())
         return found
+
+    def is_ready(self, session: Session, index: int, names: Sequence[str]) -> bool:
+        """Whether `open_many` will answer at once, from descriptors that are open."""
+        if self.config.backend != "direct" and not 0 <= index < len(self.volumes):
+            return True
+        volume = self.volume(index)
+        table = volume.descriptors.of(session.user)
+        return not volume.settling and all(e is None or e in table for e in volume.lookup(names, False))
 
     async def open_many(
         self, session: Session, index: int, names: Sequence[str], renew: bool = True, temporaries: bool = False
@@ -185,22 +190,22 @@ class Engine:
         hits = [e for e in entries if e is not None]
         if not hits:
             return Opened(0, entries, errors, [])
-        lease = next(self._leases)
+        lease = secrets.randbits(62) + 1  # can't be guessed, so it can't be released before it was sent
         session.leases[lease] = Lease(volume, hits, renew)
         if session.closed:  # the connection went while files were opened
-            await self.release(session, lease)
+            self.release(session, lease)
             raise ReservationError("the session is closed")
         table = volume.descriptors.of(session.user)
         return Opened(lease, entries, errors, [table[e] for e in hits])
 
-    async def release(self, session: Session, lease: int) -> None:
+    def release(self, session: Session, lease: int) -> None:
         """Give a lease back; an unknown one is nothing. Its entries count as used now."""
         held = session.leases.pop(lease, None)
         if held is None:
             return
         if held.renew:
             held.volume.catalog.touch(held.entries, time.time())
-        await held.volume.release(held.entries)
+        held.volume.release(held.entries)
 
     # -- writing
 
@@ -278,9 +283,7 @@ class Engine:
         for volume, parts in by_volume.items():
             await volume.abort(parts)
 
-    async def delete_many(
-        self, index: int, names: Sequence[str], temporaries: bool = False
-    ) -> list[KvcsError | None]:
+    async def delete_many(self, index: int, names: Sequence[str], temporaries: bool = False) -> list[KvcsError | None]:
         """Remove keys; NotFoundError in the place of one that holds nothing."""
         volume = self.volume(index)
         if volume.settling:
@@ -397,4 +400,3 @@ def raise_descriptor_limit() -> int:
     if soft < hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return hard if hard != resource.RLIM_INFINITY else 1 << 20
-

@@ -53,10 +53,7 @@ class Found:
 
 def rows(entries: Iterable[Entry]) -> list[Row]:
     """The snapshot's rows of entries."""
-    return [
-        (e.key, e.slot, e.size, e.checksum, e.generation, e.created, e.used, e.hits, e.proven)
-        for e in entries
-    ]
+    return [(e.key, e.slot, e.size, e.checksum, e.generation, e.created, e.used, e.hits, e.proven) for e in entries]
 
 
 class SnapshotWriter:
@@ -155,7 +152,12 @@ def _scan(store: SlotStore, known: dict[tuple[int, int], Row]) -> list[Entry]:
             continue
         row = known.get((slot, footer.generation))
         entry = Entry(
-            footer.key, slot, footer.size, footer.checksum, footer.generation, footer.created,
+            footer.key,
+            slot,
+            footer.size,
+            footer.checksum,
+            footer.generation,
+            footer.created,
             keys.is_temporary(footer.key),
         )
         entry.proven = False
@@ -168,4 +170,3 @@ def _scan(store: SlotStore, known: dict[tuple[int, int], Row]) -> list[Entry]:
         if other is not None:
             store.unlink(other.slot)
     return list(best.values())
-

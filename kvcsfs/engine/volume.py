@@ -58,6 +58,7 @@ class Volume:
         self._claimed: dict[str, trio.Event] = {}
         self._reclaiming: set[Entry] = set()
         self._low = trio.Event()
+        self._loose = trio.Event()
 
     # -- plumbing
 
@@ -94,6 +95,13 @@ class Volume:
 
     # -- reading
 
+    def lookup(self, names: Sequence[str], temporaries: bool) -> list[Entry | None]:
+        """The entries of keys."""
+        get = self.catalog.index.get
+        if temporaries:
+            return [get(name) for name in names]
+        return [None if (e := get(name)) is None or e.temporary else e for name in names]
+
     async def open(
         self, session: Session, names: Sequence[str], temporaries: bool
     ) -> tuple[list[Entry | None], dict[int, KvcsError]]:
@@ -101,10 +109,7 @@ class Volume:
 
         The second result has the positions whose object file can't be opened; nothing is pinned for those.
         """
-        get = self.catalog.index.get
-        found = [get(name) for name in names]
-        if not temporaries:
-            found = [None if e is None or e.temporary else e for e in found]
+        found = self.lookup(names, temporaries)
         hits = [e for e in found if e is not None]
         self.catalog.pin(hits)
         table = self.descriptors.of(session.user)
@@ -138,15 +143,14 @@ class Volume:
                 errors[i] = BackingError(f"opening an object file: {outcome.strerror}")
             elif entry.live:
                 self.catalog.remove(entry)
-        await self.release(lost)
+        self.release(lost)
         jobs.close_all(self.descriptors.surplus())
         return errors
 
-    async def release(self, entries: Sequence[Entry]) -> None:
-        """Give pins back; what left the index meanwhile is reclaimed."""
-        loose = self.catalog.unpin(entries)
-        if loose:
-            await self.reclaim(loose)
+    def release(self, entries: Sequence[Entry]) -> None:
+        """Give pins back; what left the index meanwhile is reclaimed in the background."""
+        if self.catalog.unpin(entries):
+            self._loose.set()
 
     # -- writing
 
@@ -164,9 +168,7 @@ class Volume:
         plan = self.catalog.promise(charges)
         victims = plan.victims
         self._evicted(victims)
-        prepared, stuck = await self._files(
-            jobs.prepare, self.store, plan, charges, self.descriptors.take(victims)
-        )
+        prepared, stuck = await self._files(jobs.prepare, self.store, plan, charges, self.descriptors.take(victims))
         for j, outcome in prepared.items():
             i = positions[j]
             if isinstance(outcome, KvcsError):
@@ -194,9 +196,7 @@ class Volume:
             self.catalog.ledger.move(victim.charged, None, "retired")
             self.catalog.retired.add(victim)
 
-    async def commit(
-        self, user: int, staged: Sequence[Staged], if_exists: str = "overwrite"
-    ) -> list[KvcsError | None]:
+    async def commit(self, user: int, staged: Sequence[Staged], if_exists: str = "overwrite") -> list[KvcsError | None]:
         """Publish staged objects whose checksums are set. What fails is aborted; the keys stand as they were."""
         results: list[KvcsError | None] = [None] * len(staged)
         last = {s.entry.key: i for i, s in enumerate(staged)}
@@ -381,9 +381,7 @@ class Volume:
             keep.append(fits)
         hold = HELD_SLOTS - sum(s.fd >= 0 for s in self.catalog.free_slots())
         try:
-            results = await self._files(
-                jobs.reclaim, self.store, entries, keep, hold, self.descriptors.take(entries)
-            )
+            results = await self._files(jobs.reclaim, self.store, entries, keep, hold, self.descriptors.take(entries))
         finally:
             self._reclaiming.difference_update(entries)
         for entry, outcome in zip(entries, results, strict=True):
@@ -437,10 +435,12 @@ class Volume:
             missing -= entry.charged
         return batch
 
-    async def retry_reclaim(self) -> None:
-        """Background: try again what could not be removed."""
+    async def reclaim_loose(self) -> None:
+        """Background: reclaim what readers let go, and try again what could not be removed."""
         while True:
-            await trio.sleep(RETRY_SECONDS)
+            with trio.move_on_after(RETRY_SECONDS):
+                await self._loose.wait()
+            self._loose = trio.Event()
             await self.reclaim([e for e in self.catalog.retired if not e.pins])
 
     # -- verification
@@ -461,7 +461,7 @@ class Volume:
                 self.catalog.remove(entry)
             self._watch(self.index, [e.key for e in wrong])
             await self._discard(wrong)
-        await self.release(held)
+        self.release(held)
         return [e.size if e is not None and e.live else 0 for e in entries]
 
     # -- start and stop
@@ -495,6 +495,7 @@ class Volume:
 
     async def close(self) -> None:
         """Write the last snapshot and give the directory up."""
+        await self.reclaim([e for e in self.catalog.retired if not e.pins])
         await self.checkpoint(clean=not self.catalog.retired)
         jobs.close_all(self.descriptors.clear())
         jobs.close_all(s.fd for s in self.catalog.free_slots() if s.fd >= 0)
@@ -524,4 +525,3 @@ class Volume:
     def check(self) -> None:
         """Assert the invariants."""
         self.catalog.check()
-
