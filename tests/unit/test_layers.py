@@ -58,16 +58,10 @@ LAYERS = (
         ("kvcsfs.batch", "kvcsfs.fuse", "kvcsfs.engine", "kvcsfs.config", "kvcsfs.errors", "kvcsfs.wire"),
         ("pyfuse3", "trio", "socket", "prometheus_client"),
     ),
+    Layer("kvcsfs.control", ("kvcsfs.wire", "kvcsfs.config", "kvcsfs.errors"), ("socket",)),
     Layer(
         "kvcsfs.cli",
-        (
-            "kvcsfs.daemon",
-            "kvcsfs.sdk",
-            "kvcsfs.config",
-            "kvcsfs.errors",
-            "kvcsfs.wire",
-            "kvcsfs.engine.keys",
-        ),
+        ("kvcsfs.daemon", "kvcsfs.control", "kvcsfs.config", "kvcsfs.errors", "kvcsfs.wire"),
         ("msgspec", "socket"),
     ),
     Layer("kvcsfs.sdk", ("kvcsfs.sdk", "kvcsfs.wire", "kvcsfs.errors"), BASE),
