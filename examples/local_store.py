@@ -1,10 +1,12 @@
 """A kvcsfs daemon of one's own, below one directory: started, stopped, restarted and cleared away."""
 
 import contextlib
+import json
 import select
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -43,7 +45,7 @@ class LocalStore:
         self.stop()
 
     def start(self) -> None:
-        """Start the daemon and wait for its line `kvcsfs ready`: socket and mount both answer then."""
+        """Start the daemon; wait until socket and mount answer and the values of an earlier run are known."""
         command = [
             sys.executable, "-m", "kvcsfs.cli", "serve",
             "--data", str(self.home / "data"), "--capacity", str(self.capacity_bytes),
@@ -64,6 +66,7 @@ class LocalStore:
         line = self._process.stdout.readline() if readable else ""
         if not line.startswith("kvcsfs ready"):
             raise StoreError(f"the daemon did not become ready: {self._last_words()}")
+        self._wait_for_recovery()
 
     def stop(self) -> None:
         """End the daemon as a service manager would (SIGTERM), and see that the mount is gone."""
@@ -86,6 +89,19 @@ class LocalStore:
     @property
     def pid(self) -> int | None:
         return self._process.pid if self._process else None
+
+    def _wait_for_recovery(self) -> None:
+        """A daemon answers while it still reads its directory, and what it hasn't read yet is a miss till then."""
+        command = [sys.executable, "-m", "kvcsfs.cli", "status", "--json", "--socket", str(self.socket)]
+        deadline = time.monotonic() + READY_SECONDS
+        while time.monotonic() < deadline:
+            asked = subprocess.run(command, capture_output=True, text=True, check=False)
+            if asked.returncode != 0:
+                raise StoreError(f"the daemon does not say how it is: {asked.stderr.strip()}")
+            if all(mountpoint["state"] == "ready" for mountpoint in json.loads(asked.stdout)["mountpoints"]):
+                return
+            time.sleep(0.05)
+        raise StoreError(f"the daemon is still recovering after {READY_SECONDS:.0f} s; its log is {self.log}")
 
     def _last_words(self) -> str:
         lines = self.log.read_text(errors="replace").splitlines()
