@@ -6,7 +6,7 @@ import itertools
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -117,7 +117,7 @@ class Matrix:
         for group in groups:
             self._check(group)
 
-    def run(self) -> Iterator[Result]:
+    def run(self) -> Generator[Result, None, None]:
         """One result a cell, as they come."""
         with Progress(sum(len(g.cells) for g in self._groups)) as bar:
             for group in self._groups:
@@ -174,6 +174,7 @@ class Matrix:
         end = begin + self._environment.duration_s
 
         def work(caller: Caller) -> Iterator[Sample]:
+            yield caller.call(cell.op, cell.read_share)
             while time.perf_counter() < end:
                 yield caller.call(cell.op, cell.read_share)
 

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import NoReturn
 
 from kvcsfs.bench import batch, compare, trace
 from kvcsfs.bench.daemon import own_daemon
@@ -39,10 +40,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line, as every other failure is told."""
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="kvcs-bench", description="How fast a store is, and how well it caches."
-    )
+    parser = _Parser(prog="kvcs-bench", description="How fast a store is, and how well it caches.")
     parser.add_argument("--environment", type=Path, metavar="FILE", help="JSON: nodes, client, values, times")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _batch_options(commands.add_parser("batch", help="a matrix of ops, workers and batch sizes"))
