@@ -22,11 +22,19 @@ from kvcsfs.bench.peers.job import FULL_BATCHES, QUERY_ROUNDS, Job, MissingPeerE
 from kvcsfs.bench.peers.kvcs import kvcsfs
 from kvcsfs.bench.peers.limit import limit
 from kvcsfs.bench.peers.lmdb import lmdb
+from kvcsfs.bench.peers.mooncake import mooncake
 from kvcsfs.bench.peers.redis import redis
 from kvcsfs.bench.progress import Progress
 from kvcsfs.config import format_size, parse_size
 
-PEERS: dict[str, Peer] = {"limit": limit, "kvcsfs": kvcsfs, "files": files, "redis": redis, "lmdb": lmdb}
+PEERS: dict[str, Peer] = {
+    "limit": limit,
+    "kvcsfs": kvcsfs,
+    "files": files,
+    "redis": redis,
+    "lmdb": lmdb,
+    "mooncake": mooncake,
+}
 DEFAULT_WORKS = "get:4MiBx128,get:64KiBx256,put:4MiBx128,put:64KiBx256,query:4KiBx256"
 STAMP_BYTES = 8
 

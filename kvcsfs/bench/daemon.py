@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from kvcsfs.bench.errors import BenchError
@@ -25,15 +27,15 @@ def own_daemon(data: Path, capacity: int) -> Iterator[str]:
     """
     data.mkdir(parents=True)
     with tempfile.TemporaryDirectory(prefix="kvcs-bench-") as directory:  # short, as a socket's path must be
-        socket = str(Path(directory) / "socket")
+        path = str(Path(directory) / "socket")
         command = [sys.executable, "-m", "kvcsfs.cli", "serve", "--data", str(data)]
-        with running([*command, "--capacity", str(capacity), "--socket", socket], ready="kvcsfs ready"):
-            yield socket
+        with running([*command, "--capacity", str(capacity), "--socket", path], says("kvcsfs ready")):
+            yield path
 
 
 @contextlib.contextmanager
-def running(command: Sequence[str], ready: str) -> Iterator[None]:
-    """A process for the time of the block, entered once a line of its stdout contains `ready`.
+def running(command: Sequence[str], answers: Callable[[subprocess.Popen[str]], bool]) -> Iterator[None]:
+    """A process for the time of the block, entered once it `answers` (see `says` and `listens`).
 
     It has a session of its own, so that a Ctrl-C doesn't end it before the benchmark has cleaned up.
     """
@@ -42,12 +44,10 @@ def running(command: Sequence[str], ready: str) -> Iterator[None]:
             command, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
         )
         try:
-            if not _answers(process, ready):
+            if not answers(process):
                 errors.seek(0)
                 said = errors.read().decode(errors="replace").strip().splitlines()
-                raise BenchError(
-                    f"{' '.join(command)} did not start: {said[-1] if said else 'it said nothing'}"
-                )
+                raise BenchError(f"{command[0]} did not start: {said[-1] if said else 'it said nothing'}")
             yield
         finally:
             process.terminate()
@@ -56,24 +56,41 @@ def running(command: Sequence[str], ready: str) -> Iterator[None]:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+def says(ready: str) -> Callable[[subprocess.Popen[str]], bool]:
+    """Wait until a line of its stdout contains `ready`."""
+
+    def answers(process: subprocess.Popen[str]) -> bool:
+        ended = threading.Event()
+        found = []
+
+        def read() -> None:
             assert process.stdout
-            process.stdout.close()
+            with process.stdout:
+                for line in process.stdout:  # to its end, since a full pipe would stop the process
+                    if ready in line:
+                        found.append(line)
+                        ended.set()
+            ended.set()
+
+        threading.Thread(target=read, daemon=True).start()
+        ended.wait(START_S)
+        return bool(found)
+
+    return answers
 
 
-def _answers(process: subprocess.Popen[str], ready: str) -> bool:
-    """Wait for the line; a thread then reads on, since a full pipe would stop the process."""
-    found = threading.Event()
-    ended = threading.Event()
+def listens(port: int) -> Callable[[subprocess.Popen[str]], bool]:
+    """Wait until it accepts connections on a local port; for a server that says nothing."""
 
-    def read() -> None:
-        assert process.stdout
-        with contextlib.suppress(ValueError):  # closed when the process is stopped
-            for line in process.stdout:
-                if ready in line:
-                    found.set()
-                    ended.set()
-        ended.set()
+    def answers(process: subprocess.Popen[str]) -> bool:
+        end = time.monotonic() + START_S
+        while process.poll() is None and time.monotonic() < end:
+            with contextlib.suppress(OSError):
+                socket.create_connection(("127.0.0.1", port), timeout=1).close()
+                return True
+            time.sleep(0.05)
+        return False
 
-    threading.Thread(target=read, daemon=True).start()
-    ended.wait(START_S)
-    return found.is_set()
+    return answers

@@ -104,7 +104,8 @@ def test_a_signal_waits_for_what_must_be_finished():
             signal.raise_signal(signal.SIGINT)
             done.append("all")
 
-    pytest.raises(KeyboardInterrupt, finish)
+    with pytest.raises(KeyboardInterrupt):
+        finish()
     assert done == ["all"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 

@@ -7,7 +7,7 @@ import tempfile
 from contextlib import contextmanager
 from typing import Any
 
-from kvcsfs.bench.daemon import running
+from kvcsfs.bench.daemon import running, says
 from kvcsfs.bench.errors import BenchError
 from kvcsfs.bench.peers.job import FULL_BATCHES, Job, MissingPeerError, Turn, Turns, optional
 
@@ -27,7 +27,7 @@ def redis(job: Job) -> Turns:
         socket = f"{directory}/socket"
         command = [server, "--port", "0", "--unixsocket", socket, "--save", "", "--appendonly", "no"]
         command += ["--dir", directory, "--maxmemory", str(memory), "--maxmemory-policy", "allkeys-lru"]
-        with running(command, ready="eady to accept connections"):
+        with running(command, says("eady to accept connections")):
             client = client_module.Redis(unix_socket_path=socket)
             try:
                 yield {"redis": _turn(client, job)}
