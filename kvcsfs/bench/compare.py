@@ -21,6 +21,7 @@ from kvcsfs.bench.peers.files import files
 from kvcsfs.bench.peers.job import FULL_BATCHES, QUERY_ROUNDS, Job, MissingPeerError, Peer, Turn, Work
 from kvcsfs.bench.peers.kvcs import kvcsfs
 from kvcsfs.bench.peers.limit import limit
+from kvcsfs.bench.peers.lmcache import lmcache
 from kvcsfs.bench.peers.lmdb import lmdb
 from kvcsfs.bench.peers.mooncake import mooncake
 from kvcsfs.bench.peers.redis import redis
@@ -33,6 +34,7 @@ PEERS: dict[str, Peer] = {
     "files": files,
     "redis": redis,
     "lmdb": lmdb,
+    "lmcache": lmcache,
     "mooncake": mooncake,
 }
 DEFAULT_WORKS = "get:4MiBx128,get:64KiBx256,put:4MiBx128,put:64KiBx256,query:4KiBx256"
