@@ -87,8 +87,8 @@ def _contest(job: Job, peers: Sequence[str], turns: int, bar: Progress) -> dict[
                 contestants |= stack.enter_context(PEERS[name](dataclasses.replace(job, directory=own)))
             except MissingPeerError as exc:
                 print(f"kvcs-bench: {job.work.op}: without {name}: {exc.message}", file=sys.stderr)
-        # Puts go on until every cache is full and the first turns, which make files, are over.
-        warm_up = FULL_BATCHES + 1 if job.work.op == "put" else 1
+        # Puts go on until every cache is full, and has evicted once.
+        warm_up = FULL_BATCHES + 2 if job.work.op == "put" else 1
         for name, contestant in contestants.items():
             for turn in range(warm_up):
                 contestant.prepare(turn)

@@ -27,7 +27,7 @@ def test_works_are_read_and_refused():
 
 def test_the_limit_and_plain_files(tmp_path):
     figures = compare.compare(tmp_path, [GET, PUT, QUERY], LOCAL, turns=3, workers=2)
-    assert names(figures) == [["limit", "files"], ["limit", "files"], ["files"]]
+    assert names(figures) == [["limit", "files"], ["limit", "files", "files-unbounded"], ["files"]]
     for row in figures[0]["contestants"]:
         assert len(row["turns_ms"]) == 3
         assert row["of_limit"] > 0
@@ -78,10 +78,10 @@ def test_they_take_turns_and_puts_have_fresh_keys(tmp_path, monkeypatch):
 
     monkeypatch.setattr(compare, "PEERS", {"a": recorder("a"), "b": recorder("b")})
     compare.compare(tmp_path, [PUT], ["a", "b"], turns=2, workers=1)
-    turn_6, turn_7 = seen[-8:-4], seen[-4:]
-    assert turn_6 == [("prepare", 6), ("a", 6), ("prepare", 6), ("b", 6)]
+    turn_7, turn_8 = seen[-8:-4], seen[-4:]
     assert turn_7 == [("prepare", 7), ("a", 7), ("prepare", 7), ("b", 7)]
-    assert [turn for name, turn in seen if name == "a"] == list(range(8))
+    assert turn_8 == [("prepare", 8), ("a", 8), ("prepare", 8), ("b", 8)]
+    assert [turn for name, turn in seen if name == "a"] == list(range(9))
 
 
 def test_a_get_that_brings_wrong_values_ends_the_comparison(tmp_path, monkeypatch):

@@ -6,27 +6,18 @@ import os
 from contextlib import contextmanager
 
 from kvcsfs.bench.errors import BenchError
-from kvcsfs.bench.peers.job import Job, Turn, Turns
+from kvcsfs.bench.peers.job import FULL_BATCHES, Job, Turn, Turns
 
 
 @contextmanager
 def files(job: Job) -> Turns:
-    """Gets and puts in threads; the oldest batch is removed between turns, since files evict nothing."""
+    """Gets and puts in threads. A put removes the oldest batch; that of `files-unbounded` does not."""
     stored = [_path(job, key) for key in job.keys(0)]
 
-    def write(turn: int) -> None:
-        paths = [_path(job, key) for key in job.keys(turn)]
-        job.in_threads(lambda i: _write(paths[i], job.buffers[i]))
-
-    def remove_oldest(turn: int) -> None:
-        if turn >= 2:
-            for key in job.keys(turn - 2):
-                os.unlink(_path(job, key))
-
     if job.work.op == "put":
-        yield {"files": Turn(write, remove_oldest)}
+        yield {"files": _full(job, "a"), "files-unbounded": _unbounded(job, "b")}
         return
-    write(0)
+    job.in_threads(lambda i: _write(stored[i], job.buffers[i]))
     if job.work.op == "get":
         yield {"files": Turn(lambda _turn: job.in_threads(lambda i: _read(stored[i], job.buffers[i])))}
     else:
@@ -36,6 +27,40 @@ def files(job: Job) -> Turns:
 
 def _path(job: Job, key: str) -> str:
     return f"{job.directory}/{key.replace('/', '-')}.bin"
+
+
+def _full(job: Job, store: str) -> Turn:
+    """Puts into a full cache: each removes a file of the oldest batch, then writes its own."""
+
+    def run(turn: int) -> None:
+        new, old = _paths(job, store, turn), _paths(job, store, turn - FULL_BATCHES)
+
+        def step(i: int) -> None:
+            if old:
+                os.unlink(old[i])
+            _write(new[i], job.buffers[i])
+
+        job.in_threads(step)
+
+    return Turn(run)
+
+
+def _unbounded(job: Job, store: str) -> Turn:
+    """Puts as SGLang makes them unless told otherwise, evicting nothing; the disk is tidied between turns."""
+
+    def run(turn: int) -> None:
+        new = _paths(job, store, turn)
+        job.in_threads(lambda i: _write(new[i], job.buffers[i]))
+
+    def tidy(turn: int) -> None:
+        for path in _paths(job, store, turn - FULL_BATCHES):
+            os.unlink(path)
+
+    return Turn(run, tidy)
+
+
+def _paths(job: Job, store: str, turn: int) -> list[str]:
+    return [_path(job, f"{store}/{key}") for key in job.keys(turn)]
 
 
 def _write(path: str, value: memoryview) -> None:

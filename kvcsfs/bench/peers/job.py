@@ -55,8 +55,8 @@ class Job:
         return f"model-a/v1/{turn:024d}{index:040d}"
 
     def keys(self, turn: int) -> list[str]:
-        """The keys of a turn, fresh for each."""
-        return [self.key(turn, i) for i in range(self.work.count)]
+        """The keys of a turn, fresh for each; none before the first."""
+        return [self.key(turn, i) for i in range(self.work.count)] if turn >= 0 else []
 
     def half(self) -> list[str]:
         """The keys of a query: every other one is stored, as a key of turn 0."""

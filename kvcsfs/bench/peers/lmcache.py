@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from kvcsfs.bench.errors import BenchError
-from kvcsfs.bench.peers.job import Job, Turn, Turns, optional
+from kvcsfs.bench.peers.job import FULL_BATCHES, Job, Turn, Turns, optional
 
 TIMEOUT_MS = 60_000
 
@@ -30,7 +30,7 @@ class Value:
 
 @contextmanager
 def lmcache(job: Job) -> Turns:
-    """A batch is one task, ended by its event; the oldest batch is deleted between turns."""
+    """A batch is one task, ended by its event. A put deletes the oldest batch first."""
     os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
     adapters = optional("lmcache.v1.distributed.l2_adapters", "lmcache")
     configs = optional("lmcache.v1.distributed.l2_adapters.config", "lmcache")
@@ -59,14 +59,11 @@ def _turn(adapter: Any, job: Job) -> Turn:
         return [object_key(name.encode(), "model-a", 0) for name in names]
 
     def put(turn: int) -> None:
+        adapter.delete(keys(job.keys(turn - FULL_BATCHES)))
         task = adapter.submit_store_task(keys(job.keys(turn)), values)
         done = _wait(adapter.get_store_event_fd(), lambda: adapter.pop_completed_store_tasks().get(task))
         if not done.is_successful():
             raise BenchError("lmcache: a put failed")
-
-    def delete_oldest(turn: int) -> None:
-        if turn >= 2:
-            adapter.delete(keys(job.keys(turn - 2)))
 
     def get(_turn: int) -> None:
         task = adapter.submit_load_task(keys(job.keys(0)), values)
@@ -84,7 +81,7 @@ def _turn(adapter: Any, job: Job) -> Turn:
 
     asked = keys(job.half())
     if job.work.op == "put":
-        return Turn(put, delete_oldest)
+        return Turn(put)
     put(0)
     return Turn(get) if job.work.op == "get" else Turn(lambda _turn: job.queried(query))
 

@@ -13,9 +13,9 @@ from kvcsfs.bench.policies import charged_bytes
 
 @contextmanager
 def lmdb(job: Job) -> Turns:
-    """Values are copied from the map; the oldest batch is deleted between turns, as LMDB evicts nothing."""
+    """Values are copied from the map. A put deletes the oldest batch first: LMDB evicts nothing itself."""
     module = optional("lmdb", "'kvcsfs[bench-peers]'")
-    room = FULL_BATCHES * job.work.count * charged_bytes(job.work.size) + (16 << 20)
+    room = (FULL_BATCHES + 2) * job.work.count * charged_bytes(job.work.size) + (16 << 20)
     store = module.open(
         str(job.directory), map_size=room, sync=False, metasync=False, writemap=True, lock=False
     )
@@ -27,7 +27,7 @@ def lmdb(job: Job) -> Turns:
 
 def _turn(store: Any, job: Job) -> Turn:
     if job.work.op == "put":
-        return Turn(lambda turn: _put(store, job, turn), lambda turn: _delete_oldest(store, job, turn))
+        return Turn(lambda turn: _put(store, job, turn))
     _put(store, job, 0)
     if job.work.op == "get":
         return Turn(lambda _turn: _get(store, job))
@@ -37,15 +37,10 @@ def _turn(store: Any, job: Job) -> Turn:
 
 def _put(store: Any, job: Job, turn: int) -> None:
     with store.begin(write=True) as transaction:
+        for key in job.keys(turn - FULL_BATCHES):
+            transaction.delete(key.encode())
         for key, value in zip(job.keys(turn), job.buffers, strict=True):
             transaction.put(key.encode(), value)
-
-
-def _delete_oldest(store: Any, job: Job, turn: int) -> None:
-    if turn >= 2:
-        with store.begin(write=True) as transaction:
-            for key in job.keys(turn - 2):
-                transaction.delete(key.encode())
 
 
 def _get(store: Any, job: Job) -> None:

@@ -21,7 +21,7 @@ MIB = 1 << 20
 
 @contextmanager
 def mooncake(job: Job) -> Turns:
-    """Batch calls from and into registered buffers; the oldest batch is removed between turns."""
+    """Batch calls from and into registered buffers. A put removes the oldest batch first."""
     os.environ.setdefault("GLOG_minloglevel", "2")  # its client logs to our stderr
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
     module = optional("mooncake.store", PACKAGE)
@@ -33,7 +33,7 @@ def mooncake(job: Job) -> Turns:
     command = [master, f"-rpc_port={port}", f"-metrics_port={metrics}"]
     with running(command, listens(port)):
         store = module.MooncakeDistributedStore()
-        room = FULL_BATCHES * job.work.batch_bytes + 64 * MIB
+        room = (FULL_BATCHES + 1) * job.work.batch_bytes + 64 * MIB
         local = (f"127.0.0.1:{client}", "P2PHANDSHAKE", room, 64 * MIB, "tcp", "", f"127.0.0.1:{port}")
         if store.setup(*local) != 0:
             raise BenchError("mooncake: the client could not be set up")
@@ -58,15 +58,12 @@ def _turn(store: Any, job: Job) -> Turn:
         store.register_buffer(pointer, job.work.size)
 
     def put(turn: int) -> None:
+        if oldest := job.keys(turn - FULL_BATCHES):
+            _check("removal", store.batch_remove(oldest, True), 0)
         _check("put", store.batch_put_from(job.keys(turn), pointers, sizes), 0)
 
-    def remove_oldest(turn: int) -> None:
-        if turn >= 2:
-            for key in job.keys(turn - 2):
-                store.remove(key, True)
-
     if job.work.op == "put":
-        return Turn(put, remove_oldest)
+        return Turn(put)
     put(0)
     keys = job.keys(0)
     if job.work.op == "get":
