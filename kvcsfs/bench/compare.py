@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import platform
 import re
 import shutil
 import statistics
@@ -56,9 +58,10 @@ def parse_work(text: str) -> Work:
 
 def compare(
     directory: Path, works: Sequence[Work], peers: Sequence[str], turns: int, workers: int
-) -> list[dict[str, Any]]:
-    """The figures of each work: a list of contestants with their times, below files in `directory`."""
+) -> dict[str, Any]:
+    """The machine, and for each work a list of contestants with their times, below files in `directory`."""
     figures = []
+    machine = {"kernel": platform.release(), "cores": os.cpu_count(), "load_at_start": os.getloadavg()[0]}
     with ThreadPoolExecutor(workers) as threads, Progress(len(works) * turns) as bar:
         for work in works:
             with touched_buffers(work.count, work.size) as buffers:
@@ -71,7 +74,7 @@ def compare(
                     "contestants": _ratios(work, times),
                 }
             )
-    return figures
+    return {"machine": machine, "workers": workers, "works": figures}
 
 
 def _contest(job: Job, peers: Sequence[str], turns: int, bar: Progress) -> dict[str, list[float]]:
@@ -151,10 +154,11 @@ def _share(reference: Sequence[float] | None, seconds: Sequence[float]) -> float
     return statistics.median(r / s for r, s in zip(reference, seconds, strict=True))
 
 
-def as_text(figures: Sequence[dict[str, Any]]) -> str:
+def as_text(figures: dict[str, Any]) -> str:
     """A table a work, for people."""
-    parts = []
-    for work in figures:
+    machine = figures["machine"]
+    parts = [f"{machine['cores']} cores, load {machine['load_at_start']:.1f}, {figures['workers']} threads"]
+    for work in figures["works"]:
         rows = [{k: v for k, v in row.items() if k != "turns_ms"} for row in work["contestants"]]
         parts.append(f"{work['op']} {format_size(work['size_bytes'])} x {work['keys']}\n{as_table(rows)}")
     return "\n\n".join(parts)

@@ -14,7 +14,7 @@ LOCAL = ["limit", "files"]
 
 
 def names(figures):
-    return [[row["name"] for row in work["contestants"]] for work in figures]
+    return [[row["name"] for row in work["contestants"]] for work in figures["works"]]
 
 
 def test_works_are_read_and_refused():
@@ -28,12 +28,13 @@ def test_works_are_read_and_refused():
 def test_the_limit_and_plain_files(tmp_path):
     figures = compare.compare(tmp_path, [GET, PUT, QUERY], LOCAL, turns=3, workers=2)
     assert names(figures) == [["limit", "files"], ["limit", "files", "files-unbounded"], ["files"]]
-    for row in figures[0]["contestants"]:
+    for row in figures["works"][0]["contestants"]:
         assert len(row["turns_ms"]) == 3
         assert row["of_limit"] > 0
         assert row["of_kvcsfs"] is None
-    assert figures[0]["contestants"][0]["of_limit"] == 1.0
+    assert figures["works"][0]["contestants"][0]["of_limit"] == 1.0
     assert json.loads(json.dumps(figures)) == figures
+    assert figures["machine"]["cores"] >= 1
     assert "query 4.0 KiB x 5\nname" in compare.as_text(figures)
     assert not list(tmp_path.iterdir())
 
@@ -45,7 +46,7 @@ def test_a_peer_that_is_installed_does_every_work(tmp_path, peer):
         figures = compare.compare(tmp_path, [GET, PUT, QUERY], [peer], turns=1, workers=2)
     except MissingPeerError as exc:
         pytest.skip(str(exc))
-    if figures[0]["contestants"] == []:
+    if figures["works"][0]["contestants"] == []:
         pytest.skip("its server is not installed")
     assert names(figures) == [[peer]] * 3
 
