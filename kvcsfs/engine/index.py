@@ -36,7 +36,9 @@ class Index:
     def __init__(self) -> None:
         self._entries: SortedDict[str, Entry] = SortedDict()
         self._directories: dict[str, Directory] = {"": Directory("", None)}
-        self._pending: dict[str, list[int]] = {}  # changes by directory, summed: a batch shares its walk to the root
+        self._pending: dict[
+            str, list[int]
+        ] = {}  # changes by directory, summed: a batch shares its walk to the root
         self.get = self._entries.get  # the hot call, bound once: key -> Entry | None
 
     def __len__(self) -> int:
@@ -74,16 +76,17 @@ class Index:
     def _settle(self) -> None:
         """Carry the pending changes to every directory above them."""
         pending, self._pending = self._pending, {}
-        touched = []
+        touched: list[Directory] = []
         for path, (entries, value_bytes, charged_bytes) in pending.items():
-            node: Directory | None = self._directory(path)
-            touched.append(node)
+            touched.append(self._directory(path))
+            node: Directory | None = touched[-1]
             while node is not None:
                 node.entries += entries
                 node.value_bytes += value_bytes
                 node.charged_bytes += charged_bytes
                 node = node.parent
-        for node in touched:
+        for lowest in touched:
+            node = lowest
             while node is not None and not node.entries and node.parent is not None:
                 self._directories.pop(node.path, None)
                 node = node.parent

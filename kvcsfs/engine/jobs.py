@@ -100,7 +100,9 @@ def open_many(store: SlotStore, entries: Sequence[Entry]) -> list[int | OSError]
     return opened
 
 
-def seal_many(store: SlotStore, entries: Sequence[Entry], replaced: Sequence[Entry | None]) -> list[KvcsError | None]:
+def seal_many(
+    store: SlotStore, entries: Sequence[Entry], replaced: Sequence[Entry | None]
+) -> list[KvcsError | None]:
     """Write each footer, then void that of the entry it replaces. None, or why an object isn't committed."""
     results: list[KvcsError | None] = []
     for entry, old in zip(entries, replaced, strict=True):

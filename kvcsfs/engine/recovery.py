@@ -53,7 +53,10 @@ class Found:
 
 def rows(entries: Iterable[Entry]) -> list[Row]:
     """The snapshot's rows of entries."""
-    return [(e.key, e.slot, e.size, e.checksum, e.generation, e.created, e.used, e.hits, e.proven) for e in entries]
+    return [
+        (e.key, e.slot, e.size, e.checksum, e.generation, e.created, e.used, e.hits, e.proven)
+        for e in entries
+    ]
 
 
 class SnapshotWriter:

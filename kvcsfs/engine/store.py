@@ -86,7 +86,9 @@ class SlotStore:
             elif len(text) != 3 or text[0] != "kvcsfs" or not text[1].isdigit():
                 raise ConfigError(f"{name}: not a kvcsfs data directory; give an empty directory")
             elif int(text[1]) > VERSION:
-                raise ConfigError(f"{name}: format {text[1]}, this version reads up to {VERSION}; use a newer kvcsfs")
+                raise ConfigError(
+                    f"{name}: format {text[1]}, this version reads up to {VERSION}; use a newer kvcsfs"
+                )
             else:
                 self.store_id = text[2]
         except BlockingIOError:
@@ -206,7 +208,9 @@ class SlotStore:
         try:
             stat = os.fstat(fd)
             if stat.st_size != size or stat.st_blocks * 512 > size + ALLOCATION_SLACK:
-                raise InvalidValueError(f"{entry.key!r}: the object has {stat.st_size} B, {size} B were reserved")
+                raise InvalidValueError(
+                    f"{entry.key!r}: the object has {stat.st_size} B, {size} B were reserved"
+                )
             if not is_sole(fd, without_leases=True):
                 raise BusyError(f"{entry.key!r}: somebody still has the new object open")
             write_all(fd, footer.of(entry), size - BLOCK)

@@ -51,7 +51,17 @@ class Volume:
         self.settling: dict[str, trio.Event] = {}  # keys whose writers on the mount have all flushed
         self.extras: dict[str, Any] = {}  # what faces keep in the snapshot
         self.counters = dict.fromkeys(
-            ("hits", "misses", "puts", "deletes", "evictions", "evicted_bytes", "checksum_errors", "io_errors"), 0
+            (
+                "hits",
+                "misses",
+                "puts",
+                "deletes",
+                "evictions",
+                "evicted_bytes",
+                "checksum_errors",
+                "io_errors",
+            ),
+            0,
         )
         self._watch = watch
         self._limiter = trio.CapacityLimiter(THREADS)
@@ -154,7 +164,9 @@ class Volume:
 
     # -- writing
 
-    async def reserve(self, session: Session, names: Sequence[str], sizes: Sequence[int]) -> list[Staged | KvcsError]:
+    async def reserve(
+        self, session: Session, names: Sequence[str], sizes: Sequence[int]
+    ) -> list[Staged | KvcsError]:
         """Promise bytes and a staged file for each key, in order, evicting as needed."""
         self._check_ready()
         results: list[Staged | KvcsError] = [CapacityError("the connection's share is reserved")] * len(names)
@@ -168,7 +180,9 @@ class Volume:
         plan = self.catalog.promise(charges)
         victims = plan.victims
         self._evicted(victims)
-        prepared, stuck = await self._files(jobs.prepare, self.store, plan, charges, self.descriptors.take(victims))
+        prepared, stuck = await self._files(
+            jobs.prepare, self.store, plan, charges, self.descriptors.take(victims)
+        )
         for j, outcome in prepared.items():
             i = positions[j]
             if isinstance(outcome, KvcsError):
@@ -182,12 +196,14 @@ class Volume:
             results[i] = Staged(self, entry, fd)
         for j in plan.refused:
             session.reserved -= charges[j]
-            results[positions[j]] = CapacityError(
-                f"need {charges[j]} B, {max(self.catalog.obtainable, 0)} B can be had, {self.catalog.pinned} B are pinned"
-            )
+            results[positions[j]] = self._no_room(charges[j])
         self._keep_stuck(stuck)
         self._wake_evictor()
         return results
+
+    def _no_room(self, size: int) -> CapacityError:
+        can = max(self.catalog.obtainable, 0)
+        return CapacityError(f"need {size} B, {can} B can be had, readers hold {self.catalog.pinned} B")
 
     def _keep_stuck(self, victims: Collection[Entry]) -> None:
         """Victims whose files can't be removed stay counted, and are tried again later."""
@@ -336,9 +352,11 @@ class Volume:
         victims = plan.victims
         self._evicted(victims)
         if plan.refused:
-            raise CapacityError(f"need {size} B, {max(self.catalog.obtainable, 0)} B can be had")
+            raise self._no_room(size)
         if victims or plan.drop:
-            _, stuck = await self._files(jobs.prepare, self.store, plan, [size], self.descriptors.take(victims))
+            _, stuck = await self._files(
+                jobs.prepare, self.store, plan, [size], self.descriptors.take(victims)
+            )
             self._keep_stuck(stuck)
         self._wake_evictor()
 
@@ -375,7 +393,9 @@ class Volume:
             keep.append(fits)
         hold = HELD_SLOTS - sum(s.fd >= 0 for s in self.catalog.free_slots())
         try:
-            results = await self._files(jobs.reclaim, self.store, entries, keep, hold, self.descriptors.take(entries))
+            results = await self._files(
+                jobs.reclaim, self.store, entries, keep, hold, self.descriptors.take(entries)
+            )
         finally:
             self._reclaiming.difference_update(entries)
         for entry, outcome in zip(entries, results, strict=True):
