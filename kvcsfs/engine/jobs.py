@@ -84,7 +84,7 @@ def create_file(store: SlotStore) -> Prepared:
     """A new slot file, empty, with a descriptor to read and write it: for a value of unknown size."""
     slot = store.number()
     try:
-        return slot, store.create(slot, 0, os.O_RDWR)
+        return slot, store.create_own(slot)
     except OSError as exc:
         raise failure(exc, "making an object file") from exc
 
@@ -186,11 +186,7 @@ def verify_many(store: SlotStore, entries: Sequence[Entry]) -> list[bool | OSErr
     results: list[bool | OSError] = []
     for entry in entries:
         try:
-            fd = store.open_read(entry.slot)
-            try:
-                results.append(store.verify(fd, entry))
-            finally:
-                os.close(fd)
+            results.append(store.verify(entry))
         except FileNotFoundError:
             results.append(False)
         except OSError as exc:

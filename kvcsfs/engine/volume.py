@@ -44,7 +44,7 @@ class Volume:
     def __init__(self, index: int, config: MountpointConfig, descriptor_limit: int, watch: Watcher) -> None:
         self.index = index
         self.config = config
-        self.store = SlotStore(config.path)
+        self.store = SlotStore(config.path, config.io == "direct")
         self.catalog = Catalog(config.capacity)
         self.descriptors = Descriptors(descriptor_limit)
         self.recovering = True
