@@ -20,7 +20,10 @@ def default_socket() -> str:
 
 
 class Control:
-    """A connection to a daemon. Raises KvcsUnavailableError, KvcsTimeoutError; KvcsError for what the daemon refuses."""
+    """A connection to a daemon.
+
+    Raises KvcsUnavailableError, KvcsTimeoutError; KvcsError for what the daemon refuses.
+    """
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -58,6 +61,8 @@ class Control:
         except KvcsError:  # some of ours are OSErrors too
             raise
         except TimeoutError as exc:
-            raise KvcsTimeoutError(f"the daemon at {self._path} did not answer in {TIMEOUT_SECONDS:.0f} s") from exc
+            raise KvcsTimeoutError(
+                f"the daemon at {self._path} did not answer in {TIMEOUT_SECONDS:.0f} s"
+            ) from exc
         except OSError as exc:
             raise KvcsUnavailableError(f"the daemon at {self._path} went: {exc.strerror or exc}") from exc

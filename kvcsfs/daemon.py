@@ -118,7 +118,9 @@ def _serve_metrics(engine: Engine, address: str) -> Callable[[], None]:
             for name in [k for k, v in mountpoints[0].items() if isinstance(v, int) and k != "index"]:
                 counter = name in engine.volumes[0].counters
                 family = CounterMetricFamily if counter else GaugeMetricFamily
-                metric = family(f"kvcsfs_{name}", f"{name.replace('_', ' ')} of a mountpoint", labels=["mountpoint"])
+                metric = family(
+                    f"kvcsfs_{name}", f"{name.replace('_', ' ')} of a mountpoint", labels=["mountpoint"]
+                )
                 for mountpoint in mountpoints:
                     metric.add_metric([str(mountpoint["index"])], mountpoint[name])
                 yield metric

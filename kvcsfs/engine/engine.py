@@ -154,7 +154,9 @@ class Engine:
         if self.config.backend == "direct":
             return self.volumes[0]
         if not 0 <= index < len(self.volumes):
-            raise MountpointError(f"mountpoint {index} isn't configured, expected 0 to {len(self.volumes) - 1}")
+            raise MountpointError(
+                f"mountpoint {index} isn't configured, expected 0 to {len(self.volumes) - 1}"
+            )
         return self.volumes[index]
 
     # -- reading
@@ -180,7 +182,12 @@ class Engine:
         return not volume.settling and all(e is None or e in table for e in volume.lookup(names, False))
 
     async def open_many(
-        self, session: Session, index: int, names: Sequence[str], renew: bool = True, temporaries: bool = False
+        self,
+        session: Session,
+        index: int,
+        names: Sequence[str],
+        renew: bool = True,
+        temporaries: bool = False,
     ) -> Opened:
         """Look keys up and pin what is there, under one lease. With `renew` its release counts as a use."""
         volume = self.volume(index)
@@ -257,19 +264,25 @@ class Engine:
         return None
 
     async def commit_many(
-        self, session: Session, tokens: Sequence[int], checksums: Sequence[bytes], if_exists: str = "overwrite"
+        self,
+        session: Session,
+        tokens: Sequence[int],
+        checksums: Sequence[bytes],
+        if_exists: str = "overwrite",
     ) -> list[KvcsError | None]:
         """Publish staged objects; their descriptors are closed by now. What fails is aborted."""
         results: list[KvcsError | None] = []
         by_volume: dict[Volume, list[tuple[int, Staged]]] = {}
         for i, (token, checksum) in enumerate(zip(tokens, checksums, strict=True)):
             staged = session.pop(token)
-            results.append(None if staged else ReservationError(f"reservation {token} is unknown or has expired"))
+            results.append(
+                None if staged else ReservationError(f"reservation {token} is unknown or has expired")
+            )
             if staged:
                 staged.entry.checksum = checksum
                 by_volume.setdefault(staged.volume, []).append((i, staged))
         for volume, parts in by_volume.items():
-            outcomes = await volume.commit(session.user, [s for _, s in parts], if_exists)
+            outcomes = await volume.commit([s for _, s in parts], if_exists)
             for (i, _), outcome in zip(parts, outcomes, strict=True):
                 results[i] = outcome
         return results
@@ -283,7 +296,9 @@ class Engine:
         for volume, parts in by_volume.items():
             await volume.abort(parts)
 
-    async def delete_many(self, index: int, names: Sequence[str], temporaries: bool = False) -> list[KvcsError | None]:
+    async def delete_many(
+        self, index: int, names: Sequence[str], temporaries: bool = False
+    ) -> list[KvcsError | None]:
         """Remove keys; NotFoundError in the place of one that holds nothing."""
         volume = self.volume(index)
         if volume.settling:
@@ -328,8 +343,8 @@ class Engine:
             except KvcsError:
                 await volume.abort([staged])
                 raise
-            staged.entry.key, staged.entry.temporary = name, keys.is_temporary(name)
-            (failed,) = await volume.commit(session.user, [staged])
+            staged.entry.rename(name)
+            (failed,) = await volume.commit([staged])
         if failed:
             raise failed
         return staged.entry

@@ -84,7 +84,7 @@ def create_file(store: SlotStore) -> Prepared:
     """A new slot file, empty, with a descriptor to read and write it: for a value of unknown size."""
     slot = store.number()
     try:
-        return slot, store.create(slot, 0, os.O_RDWR)
+        return slot, store.create_own(slot)
     except OSError as exc:
         raise failure(exc, "making an object file") from exc
 
@@ -100,20 +100,22 @@ def open_many(store: SlotStore, entries: Sequence[Entry]) -> list[int | OSError]
     return opened
 
 
-def seal_many(store: SlotStore, entries: Sequence[Entry], replaced: Sequence[Entry | None]) -> list[int | KvcsError]:
-    """Write each footer, then void that of the entry it replaces. A read-only descriptor each, or a failure."""
-    sealed: list[int | KvcsError] = []
+def seal_many(
+    store: SlotStore, entries: Sequence[Entry], replaced: Sequence[Entry | None]
+) -> list[KvcsError | None]:
+    """Write each footer, then void that of the entry it replaces. None, or why an object isn't committed."""
+    results: list[KvcsError | None] = []
     for entry, old in zip(entries, replaced, strict=True):
         try:
-            fd = store.seal(entry)
-            sealed.append(fd)
+            store.seal(entry)
             if old is not None:
                 store.void(old)
+            results.append(None)
         except KvcsError as exc:
-            sealed.append(exc)
+            results.append(exc)
         except OSError as exc:
-            sealed.append(failure(exc, "committing an object"))
-    return sealed
+            results.append(failure(exc, "committing an object"))
+    return results
 
 
 def finish_file(fd: int, size: int, checksum: bytes | None) -> bytes:
@@ -184,11 +186,7 @@ def verify_many(store: SlotStore, entries: Sequence[Entry]) -> list[bool | OSErr
     results: list[bool | OSError] = []
     for entry in entries:
         try:
-            fd = store.open_read(entry.slot)
-            try:
-                results.append(store.verify(fd, entry))
-            finally:
-                os.close(fd)
+            results.append(store.verify(entry))
         except FileNotFoundError:
             results.append(False)
         except OSError as exc:

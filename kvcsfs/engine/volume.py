@@ -15,10 +15,10 @@ from typing import Any, TypeVar, TypeVarTuple
 import trio
 
 from kvcsfs.config import MountpointConfig
-from kvcsfs.engine import jobs, keys, recovery
+from kvcsfs.engine import jobs, recovery
 from kvcsfs.engine.catalog import FREE_SLOTS_SHARE, Catalog
 from kvcsfs.engine.descriptors import Descriptors
-from kvcsfs.engine.entry import BLOCK, Entry, charge
+from kvcsfs.engine.entry import BLOCK, TEMPORARY, UNPROVEN, Entry, charge
 from kvcsfs.engine.session import Session, Staged
 from kvcsfs.engine.store import SlotStore, now
 from kvcsfs.errors import BackingError, BusyError, CapacityError, ExistsError, KvcsError, NotFoundError
@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 THREADS = 16
 EVICT_BATCH = 64  # victims of one background trip; a put waits for no more than that
 RETRY_SECONDS = 5.0
+KNOWN_SIZES = 4096
 HELD_SLOTS = 512  # free slots that keep a descriptor
 
 T = TypeVar("T")
@@ -44,16 +45,27 @@ class Volume:
     def __init__(self, index: int, config: MountpointConfig, descriptor_limit: int, watch: Watcher) -> None:
         self.index = index
         self.config = config
-        self.store = SlotStore(config.path)
+        self.store = SlotStore(config.path, config.io == "direct")
         self.catalog = Catalog(config.capacity)
         self.descriptors = Descriptors(descriptor_limit)
         self.recovering = True
         self.settling: dict[str, trio.Event] = {}  # keys whose writers on the mount have all flushed
         self.extras: dict[str, Any] = {}  # what faces keep in the snapshot
         self.counters = dict.fromkeys(
-            ("hits", "misses", "puts", "deletes", "evictions", "evicted_bytes", "checksum_errors", "io_errors"), 0
+            (
+                "hits",
+                "misses",
+                "puts",
+                "deletes",
+                "evictions",
+                "evicted_bytes",
+                "checksum_errors",
+                "io_errors",
+            ),
+            0,
         )
         self._watch = watch
+        self._sizes: dict[int, int] = {}  # one int object for all values of a size
         self._limiter = trio.CapacityLimiter(THREADS)
         self._claimed: dict[str, trio.Event] = {}
         self._reclaiming: set[Entry] = set()
@@ -100,7 +112,7 @@ class Volume:
         get = self.catalog.index.get
         if temporaries:
             return [get(name) for name in names]
-        return [None if (e := get(name)) is None or e.temporary else e for name in names]
+        return [None if (e := get(name)) is None or e.flags & TEMPORARY else e for name in names]
 
     async def open(
         self, session: Session, names: Sequence[str], temporaries: bool
@@ -154,7 +166,9 @@ class Volume:
 
     # -- writing
 
-    async def reserve(self, session: Session, names: Sequence[str], sizes: Sequence[int]) -> list[Staged | KvcsError]:
+    async def reserve(
+        self, session: Session, names: Sequence[str], sizes: Sequence[int]
+    ) -> list[Staged | KvcsError]:
         """Promise bytes and a staged file for each key, in order, evicting as needed."""
         self._check_ready()
         results: list[Staged | KvcsError] = [CapacityError("the connection's share is reserved")] * len(names)
@@ -165,49 +179,53 @@ class Volume:
             if session.take(charged, self.catalog.ledger.capacity):
                 charges.append(charged)
                 positions.append(i)
+        if len(self._sizes) > KNOWN_SIZES:
+            self._sizes.clear()
         plan = self.catalog.promise(charges)
         victims = plan.victims
         self._evicted(victims)
-        prepared, stuck = await self._files(jobs.prepare, self.store, plan, charges, self.descriptors.take(victims))
+        prepared, stuck = await self._files(
+            jobs.prepare, self.store, plan, charges, self.descriptors.take(victims)
+        )
         for j, outcome in prepared.items():
             i = positions[j]
             if isinstance(outcome, KvcsError):
-                self.catalog.ledger.move(charges[j], "reserved", None)
+                self.catalog.unreserve(charges[j])
                 session.reserved -= charges[j]
                 self.counters["io_errors"] += 1
                 results[i] = outcome
                 continue
             slot, fd = outcome
-            entry = Entry(names[i], slot, sizes[i], b"", 0, 0.0, keys.is_temporary(names[i]))
+            size = self._sizes.setdefault(sizes[i], sizes[i])
+            entry = Entry(names[i], slot, size, b"", 0, 0.0)
             results[i] = Staged(self, entry, fd)
         for j in plan.refused:
             session.reserved -= charges[j]
-            results[positions[j]] = CapacityError(
-                f"need {charges[j]} B, {max(self.catalog.obtainable, 0)} B can be had, {self.catalog.pinned} B are pinned"
-            )
+            results[positions[j]] = self._no_room(charges[j])
         self._keep_stuck(stuck)
         self._wake_evictor()
         return results
 
-    def _keep_stuck(self, victims: Iterable[Entry]) -> None:
-        """Victims whose files can't be removed stay counted, and are tried again later."""
-        for victim in victims:
-            self.counters["io_errors"] += 1
-            self.catalog.ledger.move(victim.charged, None, "retired")
-            self.catalog.retired.add(victim)
+    def _no_room(self, size: int) -> CapacityError:
+        can = max(self.catalog.obtainable, 0)
+        return CapacityError(f"need {size} B, {can} B can be had, readers hold {self.catalog.pinned} B")
 
-    async def commit(self, user: int, staged: Sequence[Staged], if_exists: str = "overwrite") -> list[KvcsError | None]:
+    def _keep_stuck(self, victims: Collection[Entry]) -> None:
+        """Victims whose files can't be removed stay counted, and are tried again later."""
+        self.counters["io_errors"] += len(victims)
+        self.catalog.keep_stuck(victims)
+
+    async def commit(self, staged: Sequence[Staged], if_exists: str = "overwrite") -> list[KvcsError | None]:
         """Publish staged objects whose checksums are set. What fails is aborted; the keys stand as they were."""
         results: list[KvcsError | None] = [None] * len(staged)
         last = {s.entry.key: i for i, s in enumerate(staged)}
         async with self._claim(last):
-            await self._commit_claimed(user, staged, if_exists, results, last)
+            await self._commit_claimed(staged, if_exists, results, last)
         self._wake_evictor()
         return results
 
     async def _commit_claimed(
         self,
-        user: int,
         staged: Sequence[Staged],
         if_exists: str,
         results: list[KvcsError | None],
@@ -233,21 +251,18 @@ class Volume:
         held = [old for old in olds if old is not None]
         self.catalog.pin(held)
         sealed = await self._files(jobs.seal_many, self.store, entries, olds)
-        table = self.descriptors.of(user)
         committed: list[Entry] = []
         for i, entry, outcome in zip(positions, entries, sealed, strict=True):
-            if isinstance(outcome, KvcsError):
+            if outcome is not None:
                 results[i] = outcome
                 self.counters["io_errors"] += isinstance(outcome, BackingError)
                 dropped.append(entry)
                 continue
             self.catalog.insert(entry)
-            table[entry] = outcome
             committed.append(entry)
         self.catalog.lru.touch(reversed(committed))
         self.counters["puts"] += len(committed)
         self._watch(self.index, [e.key for e in committed])
-        jobs.close_all(self.descriptors.surplus())
         self.catalog.retire_staged(dropped)
         await self.reclaim([*dropped, *self.catalog.unpin(held)])
 
@@ -265,7 +280,7 @@ class Volume:
             entries: list[Entry] = []
             for i, name in enumerate(names):
                 entry = self.catalog.index.get(name)
-                if entry is None or (entry.temporary and not temporaries):
+                if entry is None or (entry.flags & TEMPORARY and not temporaries):
                     results[i] = NotFoundError(f"{name!r} has no value")
                 else:
                     self.catalog.remove(entry)
@@ -299,7 +314,7 @@ class Volume:
             if failed is None:
                 if target is not None:
                     self.catalog.remove(target)
-                self.catalog.rename(entry, new, staged.generation, keys.is_temporary(new))
+                self.catalog.rename(entry, new, staged.generation)
             loose = self.catalog.unpin(held)
             self._watch(self.index, [old, new])
             await self.reclaim(loose)
@@ -315,9 +330,9 @@ class Volume:
         try:
             slot, fd = await self._files(jobs.create_file, self.store)
         except KvcsError:
-            self.catalog.ledger.move(charge(0), "reserved", None)
+            self.catalog.unreserve(charge(0))
             raise
-        entry = Entry(key, slot, 0, b"", 0, 0.0, keys.is_temporary(key))
+        entry = Entry(key, slot, 0, b"", 0, 0.0)
         return Staged(self, entry, fd)
 
     async def grow(self, staged: Staged, size: int) -> None:
@@ -342,16 +357,18 @@ class Volume:
         victims = plan.victims
         self._evicted(victims)
         if plan.refused:
-            raise CapacityError(f"need {size} B, {max(self.catalog.obtainable, 0)} B can be had")
+            raise self._no_room(size)
         if victims or plan.drop:
-            _, stuck = await self._files(jobs.prepare, self.store, plan, [size], self.descriptors.take(victims))
+            _, stuck = await self._files(
+                jobs.prepare, self.store, plan, [size], self.descriptors.take(victims)
+            )
             self._keep_stuck(stuck)
         self._wake_evictor()
 
     async def finish_file(self, staged: Staged, size: int, checksum: bytes | None) -> None:
         """Cut a grown file to its size, give the rest of its reservation back, and set its checksum; closes `fd`."""
         staged.entry.checksum = await self._files(jobs.finish_file, staged.fd, size, checksum)
-        self.catalog.ledger.move(staged.charged - charge(size), "reserved", None)
+        self.catalog.unreserve(staged.charged - charge(size))
         staged.entry.size = size
 
     async def close_file(self, staged: Staged) -> None:
@@ -381,7 +398,9 @@ class Volume:
             keep.append(fits)
         hold = HELD_SLOTS - sum(s.fd >= 0 for s in self.catalog.free_slots())
         try:
-            results = await self._files(jobs.reclaim, self.store, entries, keep, hold, self.descriptors.take(entries))
+            results = await self._files(
+                jobs.reclaim, self.store, entries, keep, hold, self.descriptors.take(entries)
+            )
         finally:
             self._reclaiming.difference_update(entries)
         for entry, outcome in zip(entries, results, strict=True):
@@ -453,7 +472,8 @@ class Volume:
         outcomes = dict(zip(held, await self._files(jobs.verify_many, self.store, held), strict=True))
         wrong = [e for e in outcomes if outcomes[e] is False and e.live]
         for entry in held:
-            entry.proven = entry.proven or outcomes[entry] is True
+            if outcomes[entry] is True:
+                entry.flags &= ~UNPROVEN
         if wrong:
             log.warning("%s: dropped %d entries with a wrong checksum", self.config.path, len(wrong))
             self.counters["checksum_errors"] += len(wrong)
@@ -471,13 +491,11 @@ class Volume:
         found = await trio.to_thread.run_sync(recovery.recover, self.store, limiter=self._limiter)
         self.catalog.load(found.entries)
         for slot in found.free_slots:
-            self.catalog.ledger.move(slot.size, None, "free_slots")
             self.catalog.add_free(slot)
         self.extras.update(found.extras)
         while batch := self._oldest(-self.catalog.room):
             await self._evict(batch)
-        while self.catalog.ledger.free < 0 and (free := self.catalog.pop_free()):
-            self.catalog.ledger.move(free.size, "free_slots", None)
+        while self.catalog.ledger.free < 0 and (free := self.catalog.drop_free()):
             await self._files(jobs.drop, self.store, free)
         self.recovering = False
 
