@@ -1,6 +1,7 @@
 """The client of kvcsfs; `kvcs` is its public name."""
 
 from kvcsfs.errors import KvcsClosedError, KvcsCode, KvcsError, KvcsTimeoutError, KvcsUnavailableError
+from kvcsfs.sdk.buffers import BufferPool
 from kvcsfs.sdk.client import KvcsLowLevelClient
 from kvcsfs.sdk.results import (
     LLBatchOptions,
@@ -12,8 +13,10 @@ from kvcsfs.sdk.results import (
     LLPutResult,
     LLQueryResult,
 )
+from kvcsfs.sdk.writeback import WriteBackQueue
 
 __all__ = [
+    "BufferPool",
     "KvcsClosedError",
     "KvcsCode",
     "KvcsError",
@@ -28,4 +31,5 @@ __all__ = [
     "LLPutItem",
     "LLPutResult",
     "LLQueryResult",
+    "WriteBackQueue",
 ]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import mmap
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeAlias
 
 from kvcsfs.sdk.results import Buffer
@@ -11,8 +14,7 @@ from kvcsfs.sdk.results import Buffer
 Target: TypeAlias = "bytearray | memoryview | list[memoryview]"  # bytes, C-contiguous, writable
 Source: TypeAlias = "bytes | bytearray | memoryview | list[memoryview]"
 
-# A bytearray that isn't zero-filled: it is overwritten whole, and filling it faults its pages in under the interpreter lock.
-# CPython, `PyByteArray_FromStringAndSize(NULL, n)`
+# A bytearray that isn't zero-filled: filling it would fault its pages in under the interpreter lock. CPython, `PyByteArray_FromStringAndSize(NULL, n)`
 _new_bytearray = ctypes.pythonapi.PyByteArray_FromStringAndSize
 _new_bytearray.restype = ctypes.py_object
 _new_bytearray.argtypes = [ctypes.c_char_p, ctypes.c_ssize_t]
@@ -118,3 +120,53 @@ def cut(views: list[memoryview], start: int, size: int, limit: int) -> list[memo
         if not size or len(out) == limit:
             break
     return out
+
+
+class BufferPool:
+    """Page-aligned buffers to read into, used again and again: their memory is there before the first read.
+
+    Invariant: every buffer is either free or out with one `take`.
+    """
+
+    def __init__(self, count: int, size: int) -> None:
+        """Make `count` buffers of `size` bytes each, rounded up to pages. Raises ValueError: either is below 1."""
+        if count < 1 or size < 1:
+            raise ValueError(f"a pool needs at least 1 buffer of at least 1 byte, not {count} of {size}")
+        self.count, self.size = count, _round_to_pages(size)
+        self._returned = threading.Condition()
+        self._free = [_pages(self.size) for _ in range(count)]
+
+    @contextmanager
+    def take(self, count: int, timeout_s: float | None = None) -> Iterator[list[memoryview]]:
+        """Lend buffers for a `with` block, waiting for others to return theirs; don't use them after it.
+
+        Raises:
+            ValueError: more than the pool has. TimeoutError: they were not returned in time.
+        """
+        if not 0 <= count <= self.count:
+            raise ValueError(f"the pool has {self.count} buffers, not {count}")
+        with self._returned:
+            if not self._returned.wait_for(lambda: len(self._free) >= count, timeout_s):
+                raise TimeoutError(f"{count} buffers were not free within {timeout_s} s")
+            taken = [self._free.pop() for _ in range(count)]
+            taken = [pages if len(pages) >= self.size else _pages(self.size) for pages in taken]
+        try:
+            yield [memoryview(pages) for pages in taken]
+        finally:
+            with self._returned:
+                self._free += taken
+                self._returned.notify_all()
+
+    def grow(self, size: int) -> None:
+        """Make buffers at least this large, say after -ENOSPC; those that are out follow later."""
+        with self._returned:
+            self.size = max(self.size, _round_to_pages(size))
+
+
+def _round_to_pages(size: int) -> int:
+    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _pages(size: int) -> mmap.mmap:
+    # one mapping each: their memory can't overlap, and the first read pays no page fault
+    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE)

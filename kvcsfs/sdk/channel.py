@@ -1,4 +1,4 @@
-"""The way to the daemon: connects when needed, says hello, connects anew after a restart, and holds what calls share."""
+"""The way to the daemon: connects when needed, and anew after a restart; holds what calls share."""
 
 from __future__ import annotations
 
@@ -150,13 +150,18 @@ class Channel:
         connection = Connection(sock, self._spawn)
         try:
             hello = wire.Hello(
-                connection.next_id(), wire.PROTOCOL_VERSION, f"kvcsfs-python/{kvcsfs.__version__}", self.max_fds
+                connection.next_id(),
+                wire.PROTOCOL_VERSION,
+                f"kvcsfs-python/{kvcsfs.__version__}",
+                self.max_fds,
             )
             reply = connection.next_frame(connection.request(hello, deadline), deadline).reply
             if isinstance(reply, wire.Failure):
                 raise KvcsUnavailableError(f"the daemon at {self._path} refused: {reply.message}")
             if not isinstance(reply, wire.HelloReply) or reply.version != wire.PROTOCOL_VERSION:
-                raise KvcsUnavailableError(f"the daemon at {self._path} speaks another version of the protocol")
+                raise KvcsUnavailableError(
+                    f"the daemon at {self._path} speaks another version of the protocol"
+                )
             return Link(connection, reply)
         except KvcsError as exc:
             connection.fail(exc)

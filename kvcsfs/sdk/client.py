@@ -48,7 +48,7 @@ _clients: weakref.WeakSet[KvcsLowLevelClient] = weakref.WeakSet()
 
 def _forget_all() -> None:
     for client in list(_clients):
-        client._forget()  # noqa: SLF001
+        client._forget()
 
 
 os.register_at_fork(after_in_child=_forget_all)
@@ -65,13 +65,15 @@ def _limit(name: str, value: int, default: int, highest: int) -> int:
 def _socket_path(path: str | os.PathLike[str] | None) -> str:
     if path is None:
         path = os.environ.get("KVCS_SOCKET") or DEFAULT_SOCKET
-    path = os.fspath(path)
-    if not isinstance(path, str):
+    if not isinstance(path, str | os.PathLike):
         raise TypeError(f"efc_socket must be a path, not {type(path).__name__}")
+    path = os.fspath(path)
     if not path or "\0" in path:
         raise ValueError("efc_socket must be the path of the daemon's socket, not empty")
     if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
-        raise ValueError(f"efc_socket is longer than the {MAX_SOCKET_PATH_BYTES} bytes that a Unix socket's path may have")
+        raise ValueError(
+            f"efc_socket is longer than the {MAX_SOCKET_PATH_BYTES} bytes that a Unix socket's path may have"
+        )
     return path
 
 
@@ -151,19 +153,30 @@ class KvcsLowLevelClient:
         with self._measure("exists", statuses, ()):
             places = open_places(statuses)
             try:
-                ask(self._core, keys, statuses, lambda id_, sent: wire.Query(id_, index, sent, renew), deadline)
+                ask(
+                    self._core,
+                    keys,
+                    statuses,
+                    lambda id_, sent: wire.Query(id_, index, sent, renew),
+                    deadline,
+                )
             except KvcsTimeoutError:
                 if nothing_done(statuses, places):
                     raise
                 give_up(statuses, -errno.ETIMEDOUT)
         named = _QUERY_STATUS
         return [
-            LLQueryResult(key, "ok", size) if size > 0 else LLQueryResult(key, named.get(size, "unavailable"), 0)
+            LLQueryResult(key, "ok", size)
+            if size > 0
+            else LLQueryResult(key, named.get(size, "unavailable"), 0)
             for key, size in zip(keys, statuses, strict=True)
         ]
 
     def ll_batch_get_items(
-        self, items: Sequence[LLGetItemOpt], deadline_s: float | None = None, opts: LLBatchOptions | None = None
+        self,
+        items: Sequence[LLGetItemOpt],
+        deadline_s: float | None = None,
+        opts: LLBatchOptions | None = None,
     ) -> list[LLGetResult]:
         """Read values into new memory.
 
@@ -220,6 +233,8 @@ class KvcsLowLevelClient:
         """
         deadline, options = self._begin(deadline_s, opts)
         keys = keys_of(items, "LLPutItem")
+        if not all(isinstance(item, LLPutItem) for item in items):
+            raise TypeError("items must be a sequence of LLPutItem")
         sources = [check_source(item.value, "value") for item in items]
         put = Put(self._core, keys, sources, deadline, options.mountpoint_index, options.if_exists)
         with self._measure("put", put.statuses, put.sizes):
@@ -264,7 +279,9 @@ class KvcsLowLevelClient:
     ) -> None:
         self.close()
 
-    def _begin(self, deadline_s: float | None, opts: LLBatchOptions | None) -> tuple[Deadline, LLBatchOptions]:
+    def _begin(
+        self, deadline_s: float | None, opts: LLBatchOptions | None
+    ) -> tuple[Deadline, LLBatchOptions]:
         self._core.channel.check_open()
         seconds = self._default_seconds if deadline_s is None else check_seconds("deadline_s", deadline_s)
         if opts is None:
@@ -273,7 +290,9 @@ class KvcsLowLevelClient:
             raise TypeError(f"opts must be an LLBatchOptions, not {type(opts).__name__}")
         return Deadline(seconds), opts
 
-    def _get(self, keys: list[str], targets: list[Any] | None, deadline: Deadline, options: LLBatchOptions) -> Get:
+    def _get(
+        self, keys: list[str], targets: list[Any] | None, deadline: Deadline, options: LLBatchOptions
+    ) -> Get:
         renew = options.renew is not False
         get = Get(self._core, keys, targets, deadline, options.mountpoint_index, renew)
         with self._measure("get", get.statuses, get.statuses):

@@ -1,7 +1,8 @@
 """One connection to the daemon, used by any number of threads at once.
 
-There is no reader thread. Of the threads that wait for a reply one leads: it reads the socket for all of them, hands each its frames,
-and passes the lead on when its own are there. So a lone caller pays no thread switch for a round trip.
+There is no reader thread. Of the threads that wait for a reply one leads: it reads the socket for all of them,
+hands each its frames, and passes the lead on when its own are there. So a lone caller pays no thread switch for a
+round trip.
 """
 
 from __future__ import annotations
@@ -171,6 +172,7 @@ class Connection:
             return True
         except KvcsError as exc:
             self.fail(exc)
+            self._raise_error()  # the first reason: close() ends the connection too
             raise
         finally:
             with self._lock:
@@ -201,11 +203,15 @@ class Connection:
         if not self._readable.poll(deadline.poll_ms()):
             return False
         try:
-            size, control, flags, _ = self._sock.recvmsg_into([self._buffer], CONTROL_BYTES, socket.MSG_CMSG_CLOEXEC)
+            size, control, flags, _ = self._sock.recvmsg_into(
+                [self._buffer], CONTROL_BYTES, socket.MSG_CMSG_CLOEXEC
+            )
         except BlockingIOError:
             return True
         except OSError as exc:
-            raise KvcsUnavailableError(f"the connection to the daemon broke: {os.strerror(exc.errno or 0)}") from None
+            raise KvcsUnavailableError(
+                f"the connection to the daemon broke: {os.strerror(exc.errno or 0)}"
+            ) from None
         self._take_fds(control, flags)
         if not size:
             raise KvcsUnavailableError("the daemon closed the connection")
@@ -338,7 +344,9 @@ class Connection:
                 if not self._writable.poll(deadline.poll_ms()):
                     return False
             except OSError as exc:
-                self.fail(KvcsUnavailableError(f"the connection to the daemon broke: {os.strerror(exc.errno or 0)}"))
+                self.fail(
+                    KvcsUnavailableError(f"the connection to the daemon broke: {os.strerror(exc.errno or 0)}")
+                )
         return True
 
     # -- the end

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvcsfs import wire
-from kvcsfs.errors import KvcsError, KvcsTimeoutError, KvcsUnavailableError
+from kvcsfs.errors import KvcsError, KvcsUnavailableError
 from kvcsfs.sdk.channel import Channel, Exchange, Link
 from kvcsfs.sdk.deadline import Deadline
 from kvcsfs.sdk.transfer import PENDING

@@ -42,6 +42,6 @@ class Deadline:
         return -1 if left > threading.TIMEOUT_MAX else left
 
     def poll_ms(self) -> int | None:
-        """For `poll()`: rounded up, so that it never spins through the last millisecond; at most a day, as it takes an int."""
+        """For `poll()`: rounded up, or it spins through the last millisecond; at most a day, as it takes an int."""
         left = self.remaining()
         return None if left == math.inf else math.ceil(min(left, 86400.0) * 1000)

@@ -13,7 +13,17 @@ from kvcsfs.errors import KvcsTimeoutError
 from kvcsfs.sdk.buffers import Target
 from kvcsfs.sdk.channel import Exchange
 from kvcsfs.sdk.connection import Frame
-from kvcsfs.sdk.core import Core, CutShortError, broken, give_up, key_limit, nothing_done, open_places, pick, report_wrong
+from kvcsfs.sdk.core import (
+    Core,
+    CutShortError,
+    broken,
+    give_up,
+    key_limit,
+    nothing_done,
+    open_places,
+    pick,
+    report_wrong,
+)
 from kvcsfs.sdk.deadline import Deadline
 from kvcsfs.sdk.keys import check_keys
 from kvcsfs.sdk.reading import Hits, Reading
@@ -27,7 +37,13 @@ class Get:
     """One call. `statuses`, `data` (when memory is allocated) and `needed` are its result, by place in the batch."""
 
     def __init__(
-        self, core: Core, keys: list[str], targets: list[Target] | None, deadline: Deadline, mountpoint: int, renew: bool
+        self,
+        core: Core,
+        keys: list[str],
+        targets: list[Target] | None,
+        deadline: Deadline,
+        mountpoint: int,
+        renew: bool,
     ) -> None:
         self._core, self._keys, self._targets = core, keys, targets
         self._deadline, self._mountpoint, self._renew = deadline, mountpoint, renew
@@ -114,7 +130,12 @@ class Get:
             raise broken(exchange, type(reply).__name__)
         if frame.cut:
             raise CutShortError
-        places, sizes, fds, checksums = part[reply.first : reply.first + len(reply.sizes)], reply.sizes, frame.fds, reply.checksums
+        places, sizes, fds, checksums = (
+            part[reply.first : reply.first + len(reply.sizes)],
+            reply.sizes,
+            frame.fds,
+            reply.checksums,
+        )
         if len(places) != len(sizes) or len(checksums) != wire.CHECKSUM_BYTES * len(fds):
             raise broken(exchange, "its columns differ in length")
         if not sizes:

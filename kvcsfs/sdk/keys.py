@@ -33,7 +33,7 @@ def check_keys(keys: list[str], max_bytes: int) -> list[int]:
     """A status a key: PENDING for one to ask the daemon about, else -errno."""
     text = "".join(keys)
     # in one go for what nearly all batches are; ASCII characters are bytes
-    if text.isascii() and "\0" not in text and len(max(keys, key=len)) <= max_bytes and "" not in keys:
+    if text.isascii() and "\0" not in text and max(map(len, keys), default=0) <= max_bytes and "" not in keys:
         return [PENDING] * len(keys)
     return [_check(key, max_bytes) for key in keys]
 

@@ -101,7 +101,9 @@ class OpCounts:
             "inflight_batches": self.inflight_batches,
             "inflight_keys": self.inflight_keys,
             "latency": self.latency.summary(),
-            "phases": {phase: recorder.summary() for phase, recorder in self.phases.items() if recorder.count},
+            "phases": {
+                phase: recorder.summary() for phase, recorder in self.phases.items() if recorder.count
+            },
         }
 
 
@@ -132,7 +134,9 @@ class Meter:
                 counts.keys += len(statuses)
                 counts.latency.add(perf_counter() - begin)
                 counts.count_keys(op, statuses, failure)
-                counts.bytes += sum(size for size, status in zip(sizes, statuses, strict=False) if status >= 0 < size)
+                counts.bytes += sum(
+                    size for size, status in zip(sizes, statuses, strict=False) if status >= 0 < size
+                )
 
     def phase(self, op: str, phase: str, seconds: float) -> None:
         with self._lock:
@@ -180,15 +184,20 @@ def _families(ops: dict[str, OpCounts]) -> list[Metric]:
     in_batches = GaugeMetricFamily("kvcs_client_inflight_batches", "Calls under way.", labels=("op",))
     in_keys = GaugeMetricFamily("kvcs_client_inflight_keys", "Keys of calls under way.", labels=("op",))
     latency = HistogramMetricFamily("kvcs_client_batch_latency_seconds", "Time of a call.", labels=("op",))
-    phase = HistogramMetricFamily("kvcs_client_phase_seconds", "Time of a call by phase.", labels=("op", "phase"))
+    phase = HistogramMetricFamily(
+        "kvcs_client_phase_seconds", "Time of a call by phase.", labels=("op", "phase")
+    )
     for op, counts in ops.items():
         for result in ("success", "miss", "error"):
             results.add_metric((op, result), counts.results[result])
         for name, count in counts.errors.items():
             errors.add_metric((op, name), count)
         for family, value in (
-            (keys, counts.keys), (size, counts.bytes), (batches, counts.batches),
-            (in_batches, counts.inflight_batches), (in_keys, counts.inflight_keys),
+            (keys, counts.keys),
+            (size, counts.bytes),
+            (batches, counts.batches),
+            (in_batches, counts.inflight_batches),
+            (in_keys, counts.inflight_keys),
         ):
             family.add_metric((op,), value)
         _add(latency, (op,), counts.latency)
@@ -239,7 +248,8 @@ class Reporter:
             if batches:
                 latency = counts["latency"]
                 out.append(
-                    f"{op}: {batches} batches, {keys / self._seconds:.0f} keys/s, {size / self._seconds / 1e6:.1f} MB/s, "
+                    f"{op}: {batches} batches, {keys / self._seconds:.0f} keys/s, "
+                    f"{size / self._seconds / 1e6:.1f} MB/s, "
                     f"p50 {latency['p50'] * 1e3:.2f} ms, p99 {latency['p99'] * 1e3:.2f} ms, "
                     f"max {latency['max'] * 1e3:.2f} ms"
                 )

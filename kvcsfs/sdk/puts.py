@@ -21,14 +21,19 @@ from kvcsfs.sdk.transfer import PENDING
 from kvcsfs.sdk.writing import Slots, Writing
 
 _NO_POINT = wire.MountpointInfo(0, 0)
-_GRACE_SECONDS = 30.0  # that a reservation outlives the call's deadline
 
 
 class Put:
-    """One call; `statuses` is its result, by place in the batch; `sizes` in bytes. It raises nothing that the world does."""
+    """One call; `statuses` is its result, by place in the batch. It raises nothing that the world does."""
 
     def __init__(
-        self, core: Core, keys: list[str], sources: list[Source], deadline: Deadline, mountpoint: int, if_exists: IfExists
+        self,
+        core: Core,
+        keys: list[str],
+        sources: list[Source],
+        deadline: Deadline,
+        mountpoint: int,
+        if_exists: IfExists,
     ) -> None:
         self._core, self._keys, self._sources = core, keys, sources
         self._deadline, self._mountpoint, self._if_exists = deadline, mountpoint, if_exists
@@ -47,7 +52,11 @@ class Put:
     def run(self) -> None:
         places = open_places(self.statuses)
         last = {self._keys[place]: place for place in places}
-        doubled = [place for place in places if last[self._keys[place]] != place] if len(last) != len(places) else []
+        doubled = (
+            [place for place in places if last[self._keys[place]] != place]
+            if len(last) != len(places)
+            else []
+        )
         sent = [place for place in places if last[self._keys[place]] == place] if doubled else places
         try:
             self._run_parts(sent)
@@ -92,7 +101,9 @@ class Put:
         taken = fds.take(len(part), self._deadline) if reserved else 0
         try:
             if not taken:
-                raise KvcsTimeoutError("other calls of this client held the room for this one until the deadline")
+                raise KvcsTimeoutError(
+                    "other calls of this client held the room for this one until the deadline"
+                )
             self._reserve(part, partial(fds.give, taken), begin)
         finally:
             if space is not None and reserved:
@@ -102,10 +113,11 @@ class Put:
         core, deadline, asked = self._core, self._deadline, perf_counter()
         keys, sizes = pick(self._keys, part), [self.sizes[place] for place in part]
         left = deadline.remaining()
-        ttl = left + _GRACE_SECONDS if left < math.inf else 0.0
+        ttl = left if left < math.inf else 0.0
         try:
             exchange = core.channel.exchange(
-                lambda _, id_: wire.Reserve(id_, self._mountpoint, keys, sizes, self._if_exists, ttl), deadline
+                lambda _, id_: wire.Reserve(id_, self._mountpoint, keys, sizes, self._if_exists, ttl),
+                deadline,
             )
         except BaseException:
             fds_closed()
@@ -165,7 +177,9 @@ class Put:
         whole: list[int] = []
         digests: list[bytes] = []
         for slots in writing.slots:
-            for place, token, status, digest in zip(slots.places, slots.tokens, slots.statuses, slots.digests, strict=True):
+            for place, token, status, digest in zip(
+                slots.places, slots.tokens, slots.statuses, slots.digests, strict=True
+            ):
                 if status:
                     self.statuses[place] = -errno.EIO if status == PENDING else status
                 else:

@@ -1,7 +1,8 @@
 """Values from descriptors into memory, verified on the way if asked.
 
-How the caller's memory stays its own after a deadline: it is only read into by calls that never wait for a disk (RWF_NOWAIT, or any
-read where the file system lives in memory). The rest goes through a chunk of the worker's own, copied while the call still waits.
+How the caller's memory stays its own after a deadline: it is only read into by calls that never wait for a disk
+(RWF_NOWAIT, or any read where the file system lives in memory). The rest goes through a chunk of the worker's own,
+copied while the call still waits.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from kvcsfs.sdk.workers import BOUNCE_BYTES, CHUNK_BYTES, Pool, bounce_buffer
 
 
 class Hits:
-    """What one reply frame found: columns, position j of each belongs to hit j; `places[j]` is its place in the results."""
+    """What one reply frame found, in columns: position j of each belongs to hit j, `places[j]` in the results."""
 
     __slots__ = ("checksums", "fds", "places", "sizes", "targets", "verify")
 
@@ -45,7 +46,9 @@ class Value:
 
     __slots__ = ("arrived", "broken", "hashed", "hasher", "hashing", "hits", "j", "views")
 
-    def __init__(self, hits: Hits, j: int, views: list[memoryview], hasher: xxh3_128 | None, done: int) -> None:
+    def __init__(
+        self, hits: Hits, j: int, views: list[memoryview], hasher: xxh3_128 | None, done: int
+    ) -> None:
         """`hasher` None: not verified. The first `done` bytes are there, and hashed."""
         self.hits, self.j, self.views, self.hasher = hits, j, views, hasher
         self.arrived: dict[int, int] = {}  # ranges that are there and not hashed: start -> end
@@ -98,7 +101,13 @@ class Reading(Transfer):
     def _read_run(self, seat: Seat, hits: Hits, first: int, end: int) -> None:
         """Read values `first` .. `end - 1` of the hits. The hot loop: per key one system call and little else."""
         preadv, digest, flags, verify = os.preadv, xxh3_128_digest, self._flags, hits.verify
-        sizes, fds, places, statuses, checksums = hits.sizes, hits.fds, hits.places, self.statuses, hits.checksums
+        sizes, fds, places, statuses, checksums = (
+            hits.sizes,
+            hits.fds,
+            hits.places,
+            self.statuses,
+            hits.checksums,
+        )
         targets, data, step = hits.targets, self.data, CHUNK_BYTES if verify else RANGE_BYTES
         seat.inside = True  # before the look at `_closed`
         for j in range(first, end):
@@ -185,7 +194,9 @@ class Reading(Transfer):
 
     # -- what may wait for a disk
 
-    def _read_later(self, hits: Hits, j: int, views: list[memoryview], hasher: xxh3_128 | None, at: int) -> None:
+    def _read_later(
+        self, hits: Hits, j: int, views: list[memoryview], hasher: xxh3_128 | None, at: int
+    ) -> None:
         value = Value(hits, j, views, hasher, at)
         self.add([(self._wait_for, (value, at, hits.sizes[j]))], slow=True)
 

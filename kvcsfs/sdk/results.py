@@ -46,7 +46,9 @@ class LLBatchOptions:
         if not isinstance(self.mountpoint_index, int):
             raise TypeError(f"mountpoint_index must be an int, not {type(self.mountpoint_index).__name__}")
         if self.if_exists not in get_args(IfExists):
-            raise ValueError(f"if_exists must be one of {', '.join(get_args(IfExists))}, not {self.if_exists!r}")
+            raise ValueError(
+                f"if_exists must be one of {', '.join(get_args(IfExists))}, not {self.if_exists!r}"
+            )
 
 
 # gc=False: they hold nothing that could refer back to them, and a batch of 256 would wake the collector.

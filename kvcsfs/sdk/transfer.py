@@ -6,6 +6,7 @@ thread switch and keeps cached data moving although every worker hangs in a brok
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
@@ -16,9 +17,14 @@ from kvcsfs.sdk.connection import close_fds
 from kvcsfs.sdk.deadline import Deadline
 from kvcsfs.sdk.workers import Pool
 
-TASK_BYTES = 1 << 20  # small values are grouped to about this; less costs more in hand-overs than it gains in balance
+TASK_BYTES = (
+    1 << 20
+)  # small values are grouped to about this; less costs more in hand-overs than it gains in balance
 RANGE_BYTES = 8 << 20  # large ones are cut; no step inside the caller's memory takes longer than copying this
-WHOLE_BYTES = 64 << 20  # up to here a hashed value is one piece of work: hashing beside the transfer is cheaper
+WHOLE_BYTES = (
+    64 << 20
+)  # up to here a hashed value is one piece of work: hashing beside the transfer is cheaper
+PROCESSORS = len(os.sched_getaffinity(0))
 IOV_MAX = 1024  # of one preadv or pwritev, sysconf(_SC_IOV_MAX)
 
 PENDING = -(1 << 31)  # status of a key that nobody has answered yet
@@ -69,9 +75,9 @@ class Transfer:
         with self._lock:
             self._pending += len(pieces)
             (self._slow if slow else self._ready).extend(pieces)
-            # of ready work the caller does one share itself
-            wanted = len(self._slow) or len(self._ready) - 1
-            calls = max(0, min(wanted, self._pool.size - self._helpers))
+            # Ready work keeps processors busy: more threads than those only wait for each other, and the caller is one.
+            wanted = len(self._slow) or min(PROCESSORS, len(self._ready) - 1)
+            calls = max(0, min(wanted, self._pool.size) - self._helpers)
             self._helpers += calls
         for _ in range(calls):
             self._pool.submit(self._help)

@@ -1,4 +1,4 @@
-"""Pools of daemon threads. Not concurrent.futures: the interpreter's exit waits for its threads, and a disk may hang."""
+"""Pools of daemon threads. Not concurrent.futures: the exit waits for its threads, and a disk may hang."""
 
 from __future__ import annotations
 
@@ -71,6 +71,6 @@ def _work(jobs: SimpleQueue[Job | None]) -> None:
     while (job := jobs.get()) is not None:
         try:
             job()
-        except Exception:  # noqa: BLE001  a bug in one call must not take the pool down
+        except Exception:
             log.exception("a worker's job failed")
         del job  # what it refers to is the caller's memory

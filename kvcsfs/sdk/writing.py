@@ -24,7 +24,9 @@ class Slots:
 
     __slots__ = ("digests", "fds", "left", "places", "sources", "statuses", "tokens")
 
-    def __init__(self, places: Sequence[int], tokens: list[int], fds: list[int], sources: list[Source]) -> None:
+    def __init__(
+        self, places: Sequence[int], tokens: list[int], fds: list[int], sources: list[Source]
+    ) -> None:
         self.places, self.tokens, self.fds, self.sources = places, tokens, fds, sources
         self.digests: list[bytes] = [b""] * len(tokens)
         self.statuses = [PENDING] * len(tokens)
@@ -55,7 +57,7 @@ class Writing(Transfer):
         pieces: list[Piece] = [(self._write_range, (slots, j, views, start, end)) for start, end in parts]
         return [(self._hash_all, (slots, j, views)), *pieces]
 
-    def _write_run(self, seat: Seat, slots: Slots, first: int, end: int) -> None:
+    def _write_run(self, _seat: Seat, slots: Slots, first: int, end: int) -> None:
         pwritev, digest, fds = os.pwritev, xxh3_128_digest, slots.fds
         sources, digests, statuses = slots.sources, slots.digests, slots.statuses
         for j in range(first, end):
@@ -63,11 +65,14 @@ class Writing(Transfer):
                 return
             source = sources[j]
             try:
-                if not isinstance(source, list) and len(source) <= CHUNK_BYTES:
-                    if pwritev(fds[j], (source,), 0) == len(source):
-                        digests[j] = digest(source)
-                        statuses[j] = 0
-                        continue
+                if (
+                    not isinstance(source, list)
+                    and len(source) <= CHUNK_BYTES
+                    and pwritev(fds[j], (source,), 0) == len(source)
+                ):
+                    digests[j] = digest(source)
+                    statuses[j] = 0
+                    continue
                 written = self._write_steps(slots, j)
             except OSError as exc:
                 statuses[j] = _status(exc)
@@ -97,14 +102,16 @@ class Writing(Transfer):
             at += n
         return True
 
-    def _write_range(self, seat: Seat, slots: Slots, j: int, views: list[memoryview], start: int, end: int) -> None:
+    def _write_range(
+        self, _seat: Seat, slots: Slots, j: int, views: list[memoryview], start: int, end: int
+    ) -> None:
         try:
             if self._push(slots.fds[j], views, start, end, None):
                 self._part_done(slots, j)
         except OSError as exc:
             slots.statuses[j] = _status(exc)
 
-    def _hash_all(self, seat: Seat, slots: Slots, j: int, views: list[memoryview]) -> None:
+    def _hash_all(self, _seat: Seat, slots: Slots, j: int, views: list[memoryview]) -> None:
         hasher = xxh3_128()
         for view in views:
             for at in range(0, len(view), CHUNK_BYTES):

@@ -20,7 +20,9 @@ from kvcsfs import wire
 class FakeDaemon:
     """Set the attributes to make it misbehave; `seen` holds every request in order."""
 
-    def __init__(self, directory: Path, *, capacity: int = 1 << 30, in_memory: bool = False, backend: str = "direct") -> None:
+    def __init__(
+        self, directory: Path, *, capacity: int = 1 << 30, in_memory: bool = False, backend: str = "direct"
+    ) -> None:
         self.directory, self.path = directory, str(directory / "daemon.sock")
         self.points = [wire.MountpointInfo(0, capacity, in_memory)]
         self.backend = backend
@@ -95,7 +97,9 @@ class FakeDaemon:
     def wait_for(self, kind: type[wire.Message], number: int = 1) -> list[wire.Request]:
         """The requests of a kind, once so many came."""
         with self.changed:
-            assert self.changed.wait_for(lambda: sum(type(r) is kind for r in self.seen) >= number, 5), self.seen
+            assert self.changed.wait_for(lambda: sum(type(r) is kind for r in self.seen) >= number, 5), (
+                self.seen
+            )
             return [request for request in self.seen if type(request) is kind]
 
     def store(self, key: str, value: bytes, checksum: bytes | None = None, size: int | None = None) -> None:
@@ -133,11 +137,19 @@ class FakeDaemon:
         self._send(
             sock,
             wire.HelloReply(
-                request.id, self.version, "fake", self.backend, wire.MAX_FRAME_BYTES, self.max_keys, self.points
+                request.id,
+                self.version,
+                "fake",
+                self.backend,
+                wire.MAX_FRAME_BYTES,
+                self.max_keys,
+                self.points,
             ),
         )
 
-    def _unknown(self, sock: socket.socket, request: wire.Query | wire.Open | wire.Reserve | wire.Delete) -> bool:
+    def _unknown(
+        self, sock: socket.socket, request: wire.Query | wire.Open | wire.Reserve | wire.Delete
+    ) -> bool:
         if self.backend == "direct" or request.mountpoint in {point.index for point in self.points}:
             return False
         self._send(sock, wire.Failure(request.id, errno.ENODEV, f"no mountpoint {request.mountpoint}"))
@@ -156,12 +168,16 @@ class FakeDaemon:
         sizes = [self._size(key) for key in request.keys]
         runs = list(wire.fd_slices([size > 0 for size in sizes], self.per_frame))
         for first, end in runs:
-            hits = [key for key, size in zip(request.keys[first:end], sizes[first:end], strict=True) if size > 0]
+            hits = [
+                key for key, size in zip(request.keys[first:end], sizes[first:end], strict=True) if size > 0
+            ]
             fds = [os.open(self.files[key][0], os.O_RDONLY) for key in hits]
             checksums = b"".join(self.files[key][2] for key in hits)
             flags = bytes([self.flags]) * len(hits)
             more = (first, end) != runs[-1]
-            self._send(sock, wire.OpenReply(request.id, 77, first, sizes[first:end], checksums, flags, more), fds)
+            self._send(
+                sock, wire.OpenReply(request.id, 77, first, sizes[first:end], checksums, flags, more), fds
+            )
 
     def _release(self, sock: socket.socket, request: wire.Release) -> None:
         pass
@@ -181,7 +197,9 @@ class FakeDaemon:
         runs = list(wire.fd_slices([token > 0 for token in tokens], self.per_frame))
         for first, end in runs:
             fds = [os.open(self.reserved[token][1], os.O_WRONLY) for token in tokens[first:end] if token > 0]
-            self._send(sock, wire.ReserveReply(request.id, first, tokens[first:end], (first, end) != runs[-1]), fds)
+            self._send(
+                sock, wire.ReserveReply(request.id, first, tokens[first:end], (first, end) != runs[-1]), fds
+            )
 
     def _commit(self, sock: socket.socket, request: wire.Commit) -> None:
         for i, token in enumerate(request.tokens):
