@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -68,7 +69,7 @@ class Disk:
         return self._pwritev(fd, buffers, offset)
 
 
-def timed(seconds: float, call: Callable[[], object]) -> object:
+def timed(seconds: float, call: Callable[[], Any]) -> Any:
     """Run a call that must end in time; return its result or its exception."""
     begin = time.monotonic()
     try:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from kvcsfs import wire
-from kvcsfs.sdk import KvcsLowLevelClient, LLGetItemOpt, LLPutItem
-from kvcsfs.sdk.transfer import RANGE_BYTES, TASK_BYTES, WHOLE_BYTES, group, ranges
+from kvcsfs.errors import KvcsTimeoutError
+from kvcsfs.sdk import BufferPool, KvcsLowLevelClient, LLGetItemOpt, LLPutItem
+from kvcsfs.sdk.reading import Reading, Value
+from kvcsfs.sdk.transfer import RANGE_BYTES, TASK_BYTES, WHOLE_BYTES, Seat, group, ranges
 from tests.sdk.fake_daemon import FakeDaemon
 
 MIB = 1 << 20
@@ -93,7 +97,7 @@ def test_writes_that_come_in_pieces(client, daemon, monkeypatch):
 def test_lists_of_buffers_both_ways(client, daemon, size):
     value = os.urandom(size)
     cuts = [0, 1, 1, 7, size // 3, size]
-    segments = [value[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+    segments = [value[a:b] for a, b in pairwise(cuts)]
     assert client.ll_batch_put([LLPutItem("a", segments), LLPutItem("b", tuple(segments))])[1].status == 0
     assert daemon.value("a") == daemon.value("b") == value
     buffers = [bytearray(len(s)) for s in segments[:-1]] + [bytearray(len(segments[-1]) + 10)]
@@ -187,6 +191,71 @@ def test_nothing_waits_for_a_worker_where_files_lie_in_memory(tmp_path):
         assert read(client, "a") == b"v"
         assert not client._core.getters._threads
     daemon.stop()
+
+
+@pytest.fixture
+def direct(daemon: FakeDaemon) -> None:
+    daemon.points, daemon.open_flags = [wire.MountpointInfo(0, 4 << 30, False, 4096)], os.O_DIRECT
+
+
+@pytest.mark.parametrize("size", [1, 4096, 8192 + 1, 3 * MIB, 9 * MIB + 77, WHOLE_BYTES + 4097])
+def test_direct_io_from_and_to_any_memory(client, daemon, direct, size):
+    value = os.urandom(size)
+    segments = [value[: size // 3], value[size // 3 :]]
+    assert [r.status for r in client.ll_batch_put([LLPutItem("a", value), LLPutItem("b", segments)])] == [
+        0,
+        0,
+    ]
+    assert daemon.value("a") == daemon.value("b") == value
+    assert read(client, "a") == value
+    odd = memoryview(bytearray(size + 2))[1:-1]
+    halves = [bytearray(size // 2), bytearray(size - size // 2)]
+    results = client.ll_batch_get_into_items([LLGetItemOpt("a"), LLGetItemOpt("b")], [odd, halves])
+    assert [r.status for r in results] == [size] * 2
+    assert odd == b"".join(halves) == value
+
+
+@pytest.mark.parametrize("size", [4096, 3 * MIB + 5, 9 * MIB])
+def test_direct_io_goes_straight_into_and_out_of_a_pools_buffer(client, daemon, direct, monkeypatch, size):
+    value = os.urandom(size)
+    pool = BufferPool(1, size)
+    with pool.take(1) as buffers:
+        buffers[0][:] = value
+        assert client.ll_batch_put([LLPutItem("a", buffers[0])])[0].status == 0
+        buffers[0][:] = bytes(size)
+        copied: list[int] = []
+        copying = Reading._read_copying
+
+        def noting(self: Reading, seat: Seat, value: Value, start: int, end: int) -> None:
+            copied.append(end - start)
+            copying(self, seat, value, start, end)
+
+        monkeypatch.setattr(Reading, "_read_copying", noting)
+        assert client.ll_batch_get_into_items([LLGetItemOpt("a")], buffers)[0].status == size
+        assert buffers[0] == value
+        assert sum(copied) == size % 4096  # only a last piece of less than a block
+
+
+def test_a_pools_buffer_stays_out_of_use_while_a_worker_reads_into_it(daemon, direct, monkeypatch):
+    preadv, asked, answers = os.preadv, threading.Event(), threading.Event()
+
+    def hanging(fd, buffers, offset, flags=0):
+        asked.set()
+        answers.wait()
+        return preadv(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", hanging)
+    daemon.store("a", b"x" * 8192)
+    pool = BufferPool(1, 8192)
+    with KvcsLowLevelClient(daemon.path) as client:
+        with pool.take(1) as buffers, pytest.raises(KvcsTimeoutError):
+            client.ll_batch_get_into_items([LLGetItemOpt("a")], buffers, 0.05)
+        assert asked.is_set()
+        with pytest.raises(TimeoutError), pool.take(1, timeout_s=0.01):
+            pass
+        answers.set()
+        with pool.take(1, timeout_s=5) as buffers:
+            assert len(buffers[0]) == 8192
 
 
 def test_work_is_cut_by_bytes():
