@@ -174,6 +174,9 @@ class Connection:
             self.fail(exc)
             self._raise_error()  # the first reason: close() ends the connection too
             raise
+        except BaseException:
+            self.fail(KvcsUnavailableError("the connection was interrupted"))  # what was read may be lost
+            raise
         finally:
             with self._lock:
                 self._leading = False
@@ -293,6 +296,9 @@ class Connection:
                 del self._unsent[-len(frame) :]
                 self._forget_waiter(waiter)
             return sent
+        except BaseException:
+            self.fail(KvcsUnavailableError("the connection was interrupted"))  # nobody knows what was sent
+            raise
         finally:
             self._send_lock.release()
             self._send_posted()

@@ -124,7 +124,7 @@ class Put:
             raise
         reserved = perf_counter()
         point = exchange.link.mountpoint(self._mountpoint) or _NO_POINT
-        self._transfer(exchange, Writing(core.setters, fds_closed, point), part)
+        self._transfer(exchange, Writing(core.setters, core.channel.transfers, fds_closed, point), part)
         if core.meter is not None:
             core.meter.phases("put", begin, asked, reserved)
 

@@ -67,12 +67,13 @@ class Reading(Transfer):
     def __init__(
         self,
         pool: Pool,
+        live: set[Transfer],
         fds_closed: Callable[[], None],
         statuses: list[int],
         data: list[bytearray | None],
         point: wire.MountpointInfo,
     ) -> None:
-        super().__init__(pool, fds_closed)
+        super().__init__(pool, live, fds_closed)
         self.statuses, self.data = statuses, data
         self.wrong: list[int] = []
         self.needed: dict[int, int] = {}

@@ -36,8 +36,10 @@ class Slots:
 class Writing(Transfer):
     """A write may wait for a disk, so it's work for workers alone, except where the file system lives in memory."""
 
-    def __init__(self, pool: Pool, fds_closed: Callable[[], None], point: wire.MountpointInfo) -> None:
-        super().__init__(pool, fds_closed)
+    def __init__(
+        self, pool: Pool, live: set[Transfer], fds_closed: Callable[[], None], point: wire.MountpointInfo
+    ) -> None:
+        super().__init__(pool, live, fds_closed)
         self._waits = not point.in_memory
         self._align = point.align  # > 0: direct I/O
         self.slots: list[Slots] = []
