@@ -1,0 +1,417 @@
+"""Engine: all that a face may call. Asynchronous, a batch a call, so that the index of a pool can stand here too.
+
+Results are in the order of the keys. The failure of one key is a `KvcsError` in its place, the failure of a batch is
+raised. A session stands for one connection or one mount.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import itertools
+import logging
+import resource
+import secrets
+import time
+from collections.abc import AsyncIterator, Collection, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import trio
+
+from kvcsfs import __version__
+from kvcsfs.config import Config
+from kvcsfs.engine import keys
+from kvcsfs.engine.entry import Entry
+from kvcsfs.engine.session import Lease, Session, Staged
+from kvcsfs.engine.volume import Volume, Watcher
+from kvcsfs.errors import (
+    ExistsError,
+    InvalidKeyError,
+    InvalidValueError,
+    KvcsError,
+    MountpointError,
+    ReservationError,
+)
+
+log = logging.getLogger(__name__)
+
+MAX_VALUE_BYTES = 4 << 30
+CHECKPOINT_SECONDS = 60.0
+MAX_TTL_SECONDS = 3600.0
+EXPIRY_SECONDS = 1.0
+
+
+@dataclasses.dataclass(slots=True)
+class Opened:
+    """Pinned objects. `entries[i]` is None for a miss; `errors` has the positions that failed.
+
+    `fds` are the hits' read-only descriptors in order: the engine's own, valid until the lease is released.
+    """
+
+    lease: int
+    entries: list[Entry | None]
+    errors: dict[int, KvcsError]
+    fds: list[int]
+
+
+class Engine:
+    """The store. Build it, then run it: `async with engine.running(): ...`.
+
+    Raises ConfigError when a backing directory can't be used.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.watchers: list[Watcher] = []
+        limit = max(64, raise_descriptor_limit() // 2 // len(config.mountpoints))
+        self.volumes: list[Volume] = []
+        try:
+            for i, mountpoint in enumerate(config.mountpoints):
+                self.volumes.append(Volume(i, mountpoint, limit, self._changed))
+        except BaseException:
+            for volume in self.volumes:
+                volume.store.close()
+            raise
+        self._started = time.time()
+        self._sessions: set[Session] = set()
+
+    def _changed(self, index: int, names: Collection[str]) -> None:
+        for watcher in self.watchers:
+            watcher(index, names)
+
+    # -- life
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Recover in the background and serve; at the end write the snapshots. Sessions must be closed before."""
+        async with trio.open_nursery() as nursery:
+            for volume in self.volumes:
+                nursery.start_soon(self._recover, volume)
+                nursery.start_soon(volume.keep_room)
+                nursery.start_soon(volume.reclaim_loose)
+            nursery.start_soon(self._expire)
+            nursery.start_soon(self._checkpoints)
+            try:
+                yield
+            finally:
+                nursery.cancel_scope.cancel()
+        for session in list(self._sessions):
+            await self.close_session(session)
+        for volume in self.volumes:
+            await volume.close()
+
+    async def _recover(self, volume: Volume) -> None:
+        await volume.recover()
+        gc.collect()
+        gc.freeze()
+        log.info("%s: %d entries", volume.config.path, len(volume.catalog.index))
+
+    async def recovered(self) -> None:
+        """Wait until every mountpoint has its entries."""
+        while any(volume.recovering for volume in self.volumes):
+            await trio.sleep(0.01)
+
+    async def _checkpoints(self) -> None:
+        while True:
+            await trio.sleep(CHECKPOINT_SECONDS)
+            for volume in self.volumes:
+                try:
+                    await volume.checkpoint()
+                except OSError as exc:
+                    log.warning("%s: no checkpoint: %s", volume.config.path, exc.strerror)
+            # Entries are millions of long-lived objects; a full collection over them would stop the loop for seconds.
+            gc.freeze()
+
+    async def _expire(self) -> None:
+        while True:
+            await trio.sleep(EXPIRY_SECONDS)
+            moment = trio.current_time()
+            for session in list(self._sessions):
+                late = [s.token for s in session.staged.values() if s.expires <= moment]
+                if late:
+                    await self.abort_many(session, late)
+
+    # -- sessions
+
+    def session(self, user: int, quota_share: int = 4) -> Session:
+        """A new session of a user (uid), or of the daemon itself."""
+        session = Session(user, quota_share)
+        self._sessions.add(session)
+        return session
+
+    async def close_session(self, session: Session) -> None:
+        """End every lease and reservation of a session. A commit under way completes."""
+        session.closed = True
+        self._sessions.discard(session)
+        with trio.CancelScope(shield=True):
+            for lease in list(session.leases):
+                self.release(session, lease)
+            await self.abort_many(session, list(session.staged))
+
+    def volume(self, index: int) -> Volume:
+        """The volume of a mountpoint index; with the direct backend there is one for all. Raises MountpointError."""
+        if self.config.backend == "direct":
+            return self.volumes[0]
+        if not 0 <= index < len(self.volumes):
+            raise MountpointError(
+                f"mountpoint {index} isn't configured, expected 0 to {len(self.volumes) - 1}"
+            )
+        return self.volumes[index]
+
+    # -- reading
+
+    async def query_many(
+        self, index: int, names: Sequence[str], renew: bool = False, temporaries: bool = False
+    ) -> list[Entry | None]:
+        """Look keys up without pinning them."""
+        volume = self.volume(index)
+        if volume.settling:
+            await volume.settled(names)
+        found = volume.lookup(names, temporaries)
+        if renew:
+            volume.catalog.touch([e for e in found if e is not None], time.time())
+        return found
+
+    def is_ready(self, session: Session, index: int, names: Sequence[str]) -> bool:
+        """Whether `open_many` will answer at once, from descriptors that are open."""
+        if self.config.backend != "direct" and not 0 <= index < len(self.volumes):
+            return True
+        volume = self.volume(index)
+        table = volume.descriptors.of(session.user)
+        return not volume.settling and all(e is None or e in table for e in volume.lookup(names, False))
+
+    async def open_many(
+        self,
+        session: Session,
+        index: int,
+        names: Sequence[str],
+        renew: bool = True,
+        temporaries: bool = False,
+    ) -> Opened:
+        """Look keys up and pin what is there, under one lease. With `renew` its release counts as a use."""
+        volume = self.volume(index)
+        if volume.settling:
+            await volume.settled(names)
+        entries, errors = await volume.open(session, names, temporaries)
+        hits = [e for e in entries if e is not None]
+        if not hits:
+            return Opened(0, entries, errors, [])
+        lease = secrets.randbits(62) + 1  # can't be guessed, so it can't be released before it was sent
+        session.leases[lease] = Lease(volume, hits, renew)
+        if session.closed:  # the connection went while files were opened
+            self.release(session, lease)
+            raise ReservationError("the session is closed")
+        table = volume.descriptors.of(session.user)
+        return Opened(lease, entries, errors, [table[e] for e in hits])
+
+    def release(self, session: Session, lease: int) -> None:
+        """Give a lease back; an unknown one is nothing. Its entries count as used now."""
+        held = session.leases.pop(lease, None)
+        if held is None:
+            return
+        if held.renew:
+            held.volume.catalog.touch(held.entries, time.time())
+        held.volume.release(held.entries)
+
+    # -- writing
+
+    async def reserve_many(
+        self,
+        session: Session,
+        index: int,
+        names: Sequence[str],
+        sizes: Sequence[int],
+        if_exists: str = "overwrite",
+        ttl_seconds: float = 0.0,
+    ) -> list[Staged | KvcsError]:
+        """Stage an object for each key. The caller owns the descriptors in what it gets, the session the rest.
+
+        Raises BusyError while recovery runs, MountpointError.
+        """
+        volume = self.volume(index)
+        if volume.settling:
+            await volume.settled(names)
+        results: list[Staged | KvcsError] = []
+        positions: list[int] = []
+        for i, (name, size) in enumerate(zip(names, sizes, strict=True)):
+            refusal = self._refusal(volume, name, size, if_exists)
+            if refusal is None:
+                positions.append(i)
+            results.append(refusal or InvalidValueError("not reserved"))
+        staged = await volume.reserve(session, [names[i] for i in positions], [sizes[i] for i in positions])
+        ttl = min(ttl_seconds, MAX_TTL_SECONDS) or MAX_TTL_SECONDS
+        expires = trio.current_time() + ttl
+        for i, outcome in zip(positions, staged, strict=True):
+            results[i] = outcome
+            if isinstance(outcome, Staged):
+                outcome.expires = expires
+                session.add(outcome)
+        return results
+
+    def _refusal(self, volume: Volume, name: str, size: int, if_exists: str) -> KvcsError | None:
+        """Why a key can't be put, if so."""
+        try:
+            keys.check(name)
+        except KvcsError as exc:
+            return exc
+        if not 0 < size <= MAX_VALUE_BYTES:
+            return InvalidValueError(f"a value of {size} B, expected 1 to {MAX_VALUE_BYTES}")
+        if keys.is_temporary(name):
+            return InvalidKeyError(f"{name!r} is the name of a temporary file")
+        if if_exists != "overwrite" and volume.catalog.index.get(name) is not None:
+            return ExistsError(f"{name!r} has a value")
+        return None
+
+    async def commit_many(
+        self,
+        session: Session,
+        tokens: Sequence[int],
+        checksums: Sequence[bytes],
+        if_exists: str = "overwrite",
+    ) -> list[KvcsError | None]:
+        """Publish staged objects; their descriptors are closed by now. What fails is aborted."""
+        results: list[KvcsError | None] = []
+        by_volume: dict[Volume, list[tuple[int, Staged]]] = {}
+        for i, (token, checksum) in enumerate(zip(tokens, checksums, strict=True)):
+            staged = session.pop(token)
+            results.append(
+                None if staged else ReservationError(f"reservation {token} is unknown or has expired")
+            )
+            if staged:
+                staged.entry.checksum = checksum
+                by_volume.setdefault(staged.volume, []).append((i, staged))
+        for volume, parts in by_volume.items():
+            outcomes = await volume.commit([s for _, s in parts], if_exists)
+            for (i, _), outcome in zip(parts, outcomes, strict=True):
+                results[i] = outcome
+        return results
+
+    async def abort_many(self, session: Session, tokens: Sequence[int]) -> None:
+        """Give reservations back; unknown ones are nothing."""
+        by_volume: dict[Volume, list[Staged]] = {}
+        for token in tokens:
+            if staged := session.pop(token):
+                by_volume.setdefault(staged.volume, []).append(staged)
+        for volume, parts in by_volume.items():
+            await volume.abort(parts)
+
+    async def delete_many(
+        self, index: int, names: Sequence[str], temporaries: bool = False
+    ) -> list[KvcsError | None]:
+        """Remove keys; NotFoundError in the place of one that holds nothing."""
+        volume = self.volume(index)
+        if volume.settling:
+            await volume.settled(names)
+        return await volume.delete(names, temporaries)
+
+    async def rename(self, index: int, old: str, new: str) -> None:
+        """Move a value to another key, replacing what that held. Raises NotFoundError, BackingError."""
+        await self.volume(index).rename(old, new)
+
+    # -- values of unknown size, written by the daemon itself
+
+    async def stage_file(self, session: Session, index: int, name: str) -> Staged:
+        """Stage a value that grows: write to `fd` after `grow`, end with `commit_file` or `abort_file`.
+
+        Raises CapacityError, BackingError, BusyError.
+        """
+        keys.check(name)
+        staged = await self.volume(index).stage_file(name)
+        session.add(staged)
+        session.reserved += staged.charged
+        return staged
+
+    async def grow(self, session: Session, staged: Staged, size: int) -> None:
+        """Reserve for `size` bytes of a staged file. Raises CapacityError, and nothing has changed."""
+        before = staged.charged
+        await staged.volume.grow(staged, size)
+        session.reserved += staged.charged - before
+
+    async def commit_file(
+        self, session: Session, staged: Staged, name: str, size: int, checksum: bytes | None
+    ) -> Entry:
+        """Publish a staged file as the value of `name`, and close its descriptor. `checksum` None: read it again.
+
+        Raises what made it fail; then the file is gone, and the key as it was.
+        """
+        session.pop(staged.token)
+        volume = staged.volume
+        with trio.CancelScope(shield=True):
+            try:
+                await volume.finish_file(staged, size, checksum)
+            except KvcsError:
+                await volume.abort([staged])
+                raise
+            staged.entry.key, staged.entry.temporary = name, keys.is_temporary(name)
+            (failed,) = await volume.commit([staged])
+        if failed:
+            raise failed
+        return staged.entry
+
+    async def abort_file(self, session: Session, staged: Staged) -> None:
+        """Give a staged file up, and close its descriptor."""
+        session.pop(staged.token)
+        with trio.CancelScope(shield=True):
+            await staged.volume.close_file(staged)
+            await staged.volume.abort([staged])
+
+    # -- looking and tending
+
+    async def usage(self, index: int, prefix: str) -> tuple[int, int, int]:
+        """Entries, value bytes and charged bytes of the keys that start with `prefix`. O(1) for a directory."""
+        return self.volume(index).catalog.index.usage(prefix)
+
+    async def page(self, index: int, prefix: str, after: str, limit: int) -> list[Entry]:
+        """Entries by key: at most `limit` that start with `prefix` and follow `after`. Renews nothing."""
+        return self.volume(index).catalog.index.page(prefix, after, limit)
+
+    async def children(self, index: int, directory: str, after: str, limit: int) -> list[str]:
+        """Names directly in a directory ("" or ending with "/"), see `Index.children`. Renews nothing."""
+        return list(itertools.islice(self.volume(index).catalog.index.children(directory, after), limit))
+
+    async def is_directory(self, index: int, path: str) -> bool:
+        """Whether keys lie below `path`, which is "" or ends with a slash."""
+        return self.volume(index).catalog.index.is_directory(path)
+
+    async def evict(self, index: int, prefix: str, target: int) -> tuple[int, int]:
+        """Evict below a prefix; returns entries and charged bytes."""
+        return await self.volume(index).evict(prefix, target)
+
+    async def remove_prefix(self, index: int, prefix: str) -> tuple[int, int]:
+        """Delete every key with a prefix; returns entries and charged bytes."""
+        count = charged = 0
+        while page := await self.page(index, prefix, "", 256):
+            charged += sum(e.charged for e in page)
+            count += len(page)
+            await self.volume(index).delete([e.key for e in page], True)
+        return count, charged
+
+    async def verify_many(self, index: int, names: Sequence[str]) -> list[int]:
+        """Read values and drop what is wrong; sizes, 0 for absent or dropped."""
+        return await self.volume(index).verify(names)
+
+    def status(self) -> dict[str, Any]:
+        """Figures for people and for metrics."""
+        return {
+            "version": __version__,
+            "uptime_seconds": round(time.time() - self._started, 1),
+            "backend": self.config.backend,
+            "sessions": len(self._sessions),
+            "leases": sum(len(s.leases) for s in self._sessions),
+            "reservations": sum(len(s.staged) for s in self._sessions),
+            "mountpoints": [volume.status() for volume in self.volumes],
+        }
+
+    def check(self) -> None:
+        """Assert every invariant."""
+        for volume in self.volumes:
+            volume.check()
+
+
+def raise_descriptor_limit() -> int:
+    """Raise the soft limit of open files to the hard one, and return it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard if hard != resource.RLIM_INFINITY else 1 << 20

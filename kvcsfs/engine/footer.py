@@ -1,0 +1,65 @@
+"""The footer: the last 4,096 bytes of an object file, which say whose it is. `docs/format.md` is the text for people.
+
+Little-endian: magic, format, key length, value size, generation, creation time in ns, xxh3-128 of the value, the
+key, zeros, and xxh3-64 of all before. A footer of zeros (void) marks a free slot.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+
+import xxhash
+
+from kvcsfs.engine.entry import BLOCK, Entry
+
+MAGIC = b"KVCSFOOT"
+FORMAT = 1
+VOID = bytes(BLOCK)
+_HEAD = struct.Struct("<8sIIQQQ16s")
+_SUM = struct.Struct("<Q")
+_BODY = BLOCK - _SUM.size
+
+
+class NewerFormat(ValueError):
+    """A footer that a newer version of kvcsfs wrote."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Footer:
+    """What a footer says."""
+
+    key: str
+    size: int
+    generation: int
+    created: float
+    checksum: bytes
+
+
+def pack(key: str, size: int, generation: int, created: float, checksum: bytes) -> bytes:
+    """The 4,096 bytes of a footer."""
+    name = key.encode()
+    head = _HEAD.pack(MAGIC, FORMAT, len(name), size, generation, int(created * 1e9), checksum)
+    body = (head + name).ljust(_BODY, b"\0")
+    return body + _SUM.pack(xxhash.xxh3_64_intdigest(body))
+
+
+def of(entry: Entry) -> bytes:
+    """The footer of an entry."""
+    return pack(entry.key, entry.size, entry.generation, entry.created, entry.checksum)
+
+
+def parse(block: bytes) -> Footer | None:
+    """Read a footer; None for a void, torn or foreign one. Raises NewerFormat."""
+    if len(block) != BLOCK or not block.startswith(MAGIC):
+        return None
+    if _SUM.unpack_from(block, _BODY)[0] != xxhash.xxh3_64_intdigest(block[:_BODY]):
+        return None
+    _, version, length, size, generation, created, checksum = _HEAD.unpack_from(block)
+    if version > FORMAT:
+        raise NewerFormat(f"footer of format {version}, this version reads up to {FORMAT}")
+    try:
+        key = block[_HEAD.size : _HEAD.size + length].decode()
+    except UnicodeDecodeError:
+        return None
+    return Footer(key, size, generation, created / 1e9, checksum)

@@ -1,0 +1,194 @@
+"""What one trip to a worker thread does: the file work of a whole batch. Blocking; touches no catalog.
+
+Descriptors to close come along, since a slot can't be proven ours while we hold another descriptor of it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+
+from kvcsfs.engine.catalog import FreeSlot, Plan
+from kvcsfs.engine.entry import Entry, charge
+from kvcsfs.engine.store import SlotStore, digest, failure
+from kvcsfs.errors import KvcsError
+
+Prepared = tuple[int, int]  # slot, write-only descriptor
+
+
+def close_all(fds: Iterable[int]) -> None:
+    """Close descriptors."""
+    for fd in fds:
+        os.close(fd)
+
+
+def prepare(
+    store: SlotStore, plan: Plan, charges: Sequence[int], closing: Sequence[int]
+) -> tuple[dict[int, Prepared | KvcsError], list[Entry]]:
+    """Carry a plan out. Return a staged file or a failure by position, and the victims whose files are still there."""
+    close_all(closing)
+    stuck: list[Entry] = []
+    for free in plan.drop:
+        drop(store, free)
+    for victim in plan.unlink:
+        if not _unlinked(store, victim.slot):
+            stuck.append(victim)
+    done: dict[int, Prepared | KvcsError] = {}
+    for i, victim in plan.recycle.items():
+        try:
+            fd = store.recycle(victim.slot, charges[i])
+            done[i] = (victim.slot, fd) if fd is not None else _create(store, charges[i])
+        except OSError as exc:
+            done[i] = failure(exc, "recycling a slot")
+            if not _unlinked(store, victim.slot):
+                stuck.append(victim)
+    for i, free in plan.reuse.items():
+        done[i] = _reuse(store, free)
+    for i in plan.create:
+        done[i] = _create(store, charges[i])
+    return done, stuck
+
+
+def _create(store: SlotStore, size: int) -> Prepared | KvcsError:
+    slot = store.number()
+    try:
+        return slot, store.create(slot, size)
+    except OSError as exc:
+        return failure(exc, "making an object file")
+
+
+def _reuse(store: SlotStore, free: FreeSlot) -> Prepared | KvcsError:
+    try:
+        return free.slot, free.fd if free.fd >= 0 else store.open_write(free.slot)
+    except OSError:
+        _unlinked(store, free.slot)
+        return _create(store, free.size)
+
+
+def drop(store: SlotStore, free: FreeSlot) -> None:
+    """Remove a free slot; one that can't be removed is found again at the next scan."""
+    if free.fd >= 0:
+        os.close(free.fd)
+    _unlinked(store, free.slot)
+
+
+def _unlinked(store: SlotStore, slot: int) -> bool:
+    try:
+        store.unlink(slot)
+    except OSError:
+        return False
+    return True
+
+
+def create_file(store: SlotStore) -> Prepared:
+    """A new slot file, empty, with a descriptor to read and write it: for a value of unknown size."""
+    slot = store.number()
+    try:
+        return slot, store.create_own(slot)
+    except OSError as exc:
+        raise failure(exc, "making an object file") from exc
+
+
+def open_many(store: SlotStore, entries: Sequence[Entry]) -> list[int | OSError]:
+    """A read-only descriptor for each entry, or why there is none."""
+    opened: list[int | OSError] = []
+    for entry in entries:
+        try:
+            opened.append(store.open_read(entry.slot))
+        except OSError as exc:
+            opened.append(exc)
+    return opened
+
+
+def seal_many(
+    store: SlotStore, entries: Sequence[Entry], replaced: Sequence[Entry | None]
+) -> list[KvcsError | None]:
+    """Write each footer, then void that of the entry it replaces. None, or why an object isn't committed."""
+    results: list[KvcsError | None] = []
+    for entry, old in zip(entries, replaced, strict=True):
+        try:
+            store.seal(entry)
+            if old is not None:
+                store.void(old)
+            results.append(None)
+        except KvcsError as exc:
+            results.append(exc)
+        except OSError as exc:
+            results.append(failure(exc, "committing an object"))
+    return results
+
+
+def finish_file(fd: int, size: int, checksum: bytes | None) -> bytes:
+    """Give a grown file its final size with padding of zeros, close it, and return the checksum of the value."""
+    try:
+        os.ftruncate(fd, size)
+        os.ftruncate(fd, charge(size))
+        return checksum if checksum is not None else digest(fd, size)
+    except OSError as exc:
+        raise failure(exc, "finishing an object file") from exc
+    finally:
+        os.close(fd)
+
+
+def rename(store: SlotStore, entry: Entry, target: Entry | None) -> KvcsError | None:
+    """Write the footer that gives a slot its new key, then void that of the entry it replaces."""
+    try:
+        store.write_footer(entry)
+        if target is not None:
+            store.void(target)
+    except OSError as exc:
+        return failure(exc, "renaming an object")
+    return None
+
+
+def void_many(store: SlotStore, entries: Sequence[Entry]) -> list[OSError | None]:
+    """Void footers."""
+    results: list[OSError | None] = []
+    for entry in entries:
+        try:
+            store.void(entry)
+            results.append(None)
+        except OSError as exc:
+            results.append(exc)
+    return results
+
+
+def reclaim(
+    store: SlotStore, entries: Sequence[Entry], keep: Sequence[bool], hold: int, closing: Sequence[int]
+) -> list[FreeSlot | OSError | None]:
+    """Make each file a free slot where `keep` says so and the kernel allows it, else unlink it.
+
+    The first `hold` free slots keep their descriptor. None: the file is gone. An OSError: it is still there.
+    """
+    close_all(closing)
+    results: list[FreeSlot | OSError | None] = []
+    for entry, kept in zip(entries, keep, strict=True):
+        try:
+            size = charge(entry.size)
+            fd = store.recycle(entry.slot, size) if kept else None
+            if not kept:
+                store.unlink(entry.slot)
+            if fd is None:
+                results.append(None)
+                continue
+            if hold <= 0:
+                os.close(fd)
+                fd = -1
+            hold -= 1
+            results.append(FreeSlot(entry.slot, size, fd))
+        except OSError as exc:
+            results.append(None if _unlinked(store, entry.slot) else exc)
+    return results
+
+
+def verify_many(store: SlotStore, entries: Sequence[Entry]) -> list[bool | OSError]:
+    """Read each value whole and compare its checksum."""
+    results: list[bool | OSError] = []
+    for entry in entries:
+        try:
+            results.append(store.verify(entry))
+        except FileNotFoundError:
+            results.append(False)
+        except OSError as exc:
+            results.append(exc)
+    return results

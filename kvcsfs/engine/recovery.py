@@ -1,0 +1,175 @@
+"""Snapshot and recovery: from what lies on disk to the entries of a catalog. Blocking; runs in a worker thread.
+
+The slots are the truth. A snapshot written at a clean stop is exact, and saves reading the footers; any other
+only tells the order of use. It is clean for one start only: the next one begins a new epoch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import xxhash
+
+from kvcsfs.engine import keys
+from kvcsfs.engine.catalog import FreeSlot
+from kvcsfs.engine.entry import Entry
+from kvcsfs.engine.store import SlotStore, boot_id, sync_directory
+
+log = logging.getLogger(__name__)
+
+SLICE = 2000  # entries collected in one go on the event loop: below 5 ms
+FORMAT = 1
+
+# key, slot, size, checksum, generation, created, used, hits, proven
+Row = tuple[str, int, int, bytes, int, float, float, int, bool]
+
+
+class Tail(msgspec.Struct):
+    """The last block of a snapshot."""
+
+    format: int
+    epoch: int
+    boot: str
+    clean: bool
+    free_slots: list[tuple[int, int]]
+    extras: dict[str, Any]
+
+
+@dataclasses.dataclass(slots=True)
+class Found:
+    """What recovery found, the least recently used entry first."""
+
+    entries: list[Entry]
+    free_slots: list[FreeSlot]
+    extras: dict[str, Any]
+    clean: bool
+
+
+def rows(entries: Iterable[Entry]) -> list[Row]:
+    """The snapshot's rows of entries."""
+    return [
+        (e.key, e.slot, e.size, e.checksum, e.generation, e.created, e.used, e.hits, e.proven)
+        for e in entries
+    ]
+
+
+class SnapshotWriter:
+    """Writes a snapshot beside the last one and renames it over that.
+
+    Blocks of msgpack, each behind its length and checksum; an empty block parts the rows from the tail.
+    """
+
+    def __init__(self, store: SlotStore) -> None:
+        self._store = store
+        self._temporary = store.path / "snapshot.new"
+        self._file = open(self._temporary, "wb", opener=_private)  # noqa: SIM115 closed by finish
+
+    def add(self, block: Sequence[Row]) -> None:
+        """Append rows."""
+        self._write(msgspec.msgpack.encode(block))
+
+    def finish(self, free: Iterable[FreeSlot], extras: dict[str, Any], clean: bool) -> None:
+        """Append the tail, make it durable and put it in place."""
+        tail = Tail(FORMAT, self._store.epoch, boot_id(), clean, [(s.slot, s.size) for s in free], extras)
+        self._write(b"")
+        self._write(msgspec.msgpack.encode(tail))
+        with self._file as file:
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(self._temporary, self._store.path / "snapshot")
+        sync_directory(self._store.path)
+
+    def _write(self, block: bytes) -> None:
+        self._file.write(len(block).to_bytes(4, "little") + xxhash.xxh3_64_digest(block) + block)
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+
+def _blocks(path: Path) -> Iterator[bytes]:
+    with open(path, "rb") as file:
+        while head := file.read(12):
+            block = file.read(int.from_bytes(head[:4], "little"))
+            if xxhash.xxh3_64_digest(block) != head[4:]:
+                raise ValueError("a damaged block")
+            yield block
+
+
+def read_snapshot(path: Path) -> tuple[list[Row], Tail] | None:
+    """The rows and the tail of a snapshot; None if there is none or it is damaged, which is logged."""
+    decoder = msgspec.msgpack.Decoder(list[Row])
+    found: list[Row] = []
+    try:
+        blocks = _blocks(path)
+        for block in blocks:
+            if not block:
+                break
+            found += decoder.decode(block)
+        tail = msgspec.msgpack.decode(next(blocks, b""), type=Tail)
+        if tail.format != FORMAT:
+            raise ValueError(f"format {tail.format}")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, msgspec.MsgspecError) as exc:
+        log.warning("%s: not used, the footers are read instead: %s", path, exc)
+        return None
+    return found, tail
+
+
+def recover(store: SlotStore) -> Found:
+    """Find every committed value of a store, and remove what is left of others."""
+    snapshot = read_snapshot(store.path / "snapshot")
+    extras = snapshot[1].extras if snapshot else {}
+    same_boot = store.previous_boot == boot_id()
+    if snapshot and snapshot[1].clean and snapshot[1].epoch == store.previous_epoch:
+        entries = [_entry(row, same_boot) for row in snapshot[0]]
+        free = [FreeSlot(slot, size) for slot, size in snapshot[1].free_slots]
+        found = Found(entries, free, extras, clean=True)
+    else:
+        known = {(row[1], row[4]): row for row in snapshot[0]} if snapshot else {}
+        found = Found(_scan(store, known), [], extras, clean=False)
+    found.entries.sort(key=lambda e: e.used)
+    return found
+
+
+def _entry(row: Row, proven: bool) -> Entry:
+    key, slot, size, checksum, generation, created, used, hits, was_proven = row
+    entry = Entry(key, slot, size, checksum, generation, created, keys.is_temporary(key))
+    entry.used, entry.hits, entry.proven = used, hits, proven and was_proven
+    return entry
+
+
+def _scan(store: SlotStore, known: dict[tuple[int, int], Row]) -> list[Entry]:
+    """Entries from footers: of two with one key the higher generation wins. All else is unlinked."""
+    best: dict[str, Entry] = {}
+    for slot, footer in store.scan():
+        if footer is None:
+            store.unlink(slot)
+            continue
+        row = known.get((slot, footer.generation))
+        entry = Entry(
+            footer.key,
+            slot,
+            footer.size,
+            footer.checksum,
+            footer.generation,
+            footer.created,
+            keys.is_temporary(footer.key),
+        )
+        entry.proven = False
+        if row is not None:
+            entry.used, entry.hits = row[6], row[7]
+        other = best.get(entry.key)
+        if other is not None and other.generation > entry.generation:
+            entry, other = other, entry
+        best[entry.key] = entry
+        if other is not None:
+            store.unlink(other.slot)
+    return list(best.values())

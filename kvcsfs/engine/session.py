@@ -1,0 +1,77 @@
+"""Session: what one connection, or one mount, holds of the store: leases and reservations. Plain data."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import TYPE_CHECKING
+
+from kvcsfs.engine.entry import Entry, charge
+
+if TYPE_CHECKING:
+    from kvcsfs.engine.volume import Volume
+
+
+@dataclasses.dataclass(slots=True)
+class Lease:
+    """The pins of one batch. They end by release or with the session, never by a clock."""
+
+    volume: Volume
+    entries: list[Entry]
+    renew: bool
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Staged:
+    """One value on its way in. `entry` isn't in the index yet; its charge is what is reserved.
+
+    `fd` is the writable descriptor, owned by whoever got this from the engine. `token` names the reservation within
+    its session; `expires` is a time of trio's clock.
+    """
+
+    volume: Volume
+    entry: Entry
+    fd: int
+    token: int = 0
+    expires: float = float("inf")
+
+    @property
+    def charged(self) -> int:
+        """Bytes reserved for it."""
+        return charge(self.entry.size)
+
+
+class Session:
+    """Holds leases and reservations of one peer until it gives them back or goes.
+
+    `user` is the uid that may share descriptors; `quota_share` bounds what it reserves at once, as a fraction of a
+    mountpoint's capacity, 0 for no bound.
+    """
+
+    def __init__(self, user: int, quota_share: int = 4) -> None:
+        self.user = user
+        self.leases: dict[int, Lease] = {}
+        self.staged: dict[int, Staged] = {}
+        self.reserved = 0
+        self.closed = False
+        self._quota_share = quota_share
+        self._tokens = itertools.count(1)
+
+    def take(self, charged: int, capacity: int) -> bool:
+        """Count bytes to this session unless that passes its quota. One value alone may be larger."""
+        if self._quota_share and self.reserved and self.reserved + charged > capacity // self._quota_share:
+            return False
+        self.reserved += charged
+        return True
+
+    def add(self, staged: Staged) -> None:
+        """Hold a reservation whose bytes are counted."""
+        staged.token = next(self._tokens)
+        self.staged[staged.token] = staged
+
+    def pop(self, token: int) -> Staged | None:
+        """Give a reservation up to the step that ends it; None if there is none."""
+        staged = self.staged.pop(token, None)
+        if staged is not None:
+            self.reserved -= staged.charged
+        return staged

@@ -1,0 +1,353 @@
+"""Object files of one backing directory: slots. The only module of the engine that makes file system calls.
+
+Every method blocks and is called in a worker thread. A slot file holds one value from offset 0, padding, and its
+footer as the last block; its name says nothing. It is written again for another value only under the kernel's
+proof that nobody else has it open (fcntl(2), F_SETLEASE).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import itertools
+import logging
+import os
+import secrets
+import signal
+import struct
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import xxhash
+
+from kvcsfs.engine import footer
+from kvcsfs.engine.entry import BLOCK, Entry, charge
+from kvcsfs.errors import BackingError, BusyError, CapacityError, ConfigError, InvalidValueError, KvcsError
+
+log = logging.getLogger(__name__)
+
+VERSION = 1
+FOLDERS = 256
+READ_CHUNK = 1 << 20
+ALLOCATION_SLACK = 1 << 20  # extent blocks that a file system counts to a file, never ours to limit
+_MEMORY = frozenset({"tmpfs", "ramfs"})
+_AT_FDCWD = -100
+_STATX_DIOALIGN = 0x2000
+_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW
+
+
+def failure(exc: OSError, doing: str) -> KvcsError:
+    """The error of ours that stands for an OSError of the backing file system."""
+    if exc.errno in (errno.ENOSPC, errno.EDQUOT):
+        return CapacityError(f"{doing}: the backing file system is full: {exc.strerror}")
+    return BackingError(f"{doing}: {exc.strerror}")
+
+
+class SlotStore:
+    """The slots of one backing directory, locked to this process.
+
+    With `direct` the descriptors for clients bypass the page cache; `align` is what they then need, in bytes, of
+    addresses, offsets and sizes (0: nothing). Footers always go through the cache.
+
+    Raises ConfigError when the directory can't be a store: not writable, a newer format, held by another daemon.
+    """
+
+    def __init__(self, path: Path, direct: bool = False) -> None:
+        # A lease that another process breaks in the moment we hold it would kill the daemon with SIGIO.
+        signal.signal(signal.SIGIO, signal.SIG_IGN)
+        self.path = path
+        self._lock = self._claim()
+        try:
+            for i in range(FOLDERS):
+                os.makedirs(path / "slots" / f"{i:02x}", mode=0o700, exist_ok=True)
+            self._slots = os.open(path / "slots", os.O_RDONLY | os.O_DIRECTORY | _FLAGS)
+            self.previous_epoch, self.previous_boot, self.epoch = self._begin_epoch()
+            self.align = direct_alignment(path / "VERSION") if direct else 0
+        except OSError as exc:
+            os.close(self._lock)
+            raise ConfigError(f"{path}: can't be used as a data directory: {exc.strerror}") from exc
+        if direct and not self.align:
+            os.close(self._lock)
+            raise ConfigError(f'{path}: the file system has no direct I/O, expected io = "buffered"')
+        self._client_flags = os.O_DIRECT if direct else 0
+        self.in_memory = self._file_system() in _MEMORY
+        self._numbers = itertools.count((self.epoch << 40) + 1)
+
+    def close(self) -> None:
+        """Give the directory up."""
+        os.close(self._slots)
+        os.close(self._lock)
+
+    # -- start
+
+    def _claim(self) -> int:
+        name = self.path / "VERSION"
+        try:
+            fd = os.open(name, os.O_RDWR | os.O_CREAT | _FLAGS, 0o600)
+        except OSError as exc:
+            raise ConfigError(f"{self.path}: can't be used as a data directory: {exc.strerror}") from exc
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            text = os.pread(fd, 4096, 0).decode(errors="replace").split()
+            if not text:
+                self.store_id = secrets.token_hex(8)
+                os.pwrite(fd, f"kvcsfs {VERSION} {self.store_id}\n".encode(), 0)
+                os.fsync(fd)
+            elif len(text) != 3 or text[0] != "kvcsfs" or not text[1].isdigit():
+                raise ConfigError(f"{name}: not a kvcsfs data directory; give an empty directory")
+            elif int(text[1]) > VERSION:
+                raise ConfigError(
+                    f"{name}: format {text[1]}, this version reads up to {VERSION}; use a newer kvcsfs"
+                )
+            else:
+                self.store_id = text[2]
+        except BlockingIOError:
+            os.close(fd)
+            raise ConfigError(f"{self.path}: in use by another kvcsfs daemon") from None
+        except OSError as exc:
+            os.close(fd)
+            raise ConfigError(f"{self.path}: can't be used as a data directory: {exc.strerror}") from exc
+        except ConfigError:
+            os.close(fd)
+            raise
+        return fd
+
+    def _begin_epoch(self) -> tuple[int, str, int]:
+        """Return the last epoch, the boot it ran in, and the new one. Its file is made O_EXCL and synced."""
+        folder = self.path / "epoch"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        known = sorted(int(name) for name in os.listdir(folder) if name.isdigit())
+        previous = known[-1] if known else 0
+        boot = (folder / str(previous)).read_text(errors="replace").strip() if known else ""
+        fd = os.open(folder / str(previous + 1), os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FLAGS, 0o600)
+        try:
+            os.write(fd, boot_id().encode())
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        sync_directory(folder)
+        for old in known:
+            os.unlink(folder / str(old))
+        return previous, boot, previous + 1
+
+    def _file_system(self) -> str:
+        """The type of the file system, from the mount table, as statvfs doesn't tell."""
+        device = os.stat(self.path).st_dev
+        wanted = f"{os.major(device)}:{os.minor(device)}"
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as table:
+            for line in table:
+                left, _, right = line.partition(" - ")
+                if left.split()[2] == wanted:
+                    return right.split()[0]
+        return ""
+
+    def number(self) -> int:
+        """A number that was never given before, in this life or an earlier one: slot ids and generations."""
+        return next(self._numbers)
+
+    # -- one object
+
+    def _path(self, slot: int) -> str:
+        return f"{slot % FOLDERS:02x}/{slot:x}"
+
+    def open_read(self, slot: int) -> int:
+        """A read-only descriptor of a slot for a client."""
+        return self._open(slot, os.O_RDONLY | self._client_flags)
+
+    def open_write(self, slot: int) -> int:
+        """A write-only descriptor of a slot for a client."""
+        return self._open(slot, os.O_WRONLY | self._client_flags)
+
+    def _open(self, slot: int, flags: int) -> int:
+        return os.open(self._path(slot), flags | _FLAGS, dir_fd=self._slots)
+
+    def create(self, slot: int, size: int) -> int:
+        """Make a slot file of `size` bytes, sparse, and return a write-only descriptor for a client."""
+        return self._create(slot, size, os.O_WRONLY | self._client_flags)
+
+    def create_own(self, slot: int) -> int:
+        """Make an empty slot file that the daemon itself reads and writes."""
+        return self._create(slot, 0, os.O_RDWR)
+
+    def _create(self, slot: int, size: int, flags: int) -> int:
+        fd = os.open(self._path(slot), flags | os.O_CREAT | os.O_EXCL | _FLAGS, 0o600, dir_fd=self._slots)
+        try:
+            os.ftruncate(fd, size)
+        except OSError:
+            os.close(fd)
+            self.unlink(slot)
+            raise
+        return fd
+
+    def unlink(self, slot: int) -> None:
+        """Remove a slot file; one that is gone already is fine."""
+        try:
+            os.unlink(self._path(slot), dir_fd=self._slots)
+        except FileNotFoundError:
+            pass
+
+    def void(self, entry: Entry) -> None:
+        """Overwrite the footer of an entry, so that recovery finds nothing. A file that is gone is fine."""
+        try:
+            fd = self._open(entry.slot, os.O_WRONLY)
+        except FileNotFoundError:
+            return
+        try:
+            write_all(fd, footer.VOID, charge(entry.size) - BLOCK)
+        finally:
+            os.close(fd)
+
+    def recycle(self, slot: int, size: int) -> int | None:
+        """Void a slot of `size` bytes and return its only descriptor, write-only; None if somebody else has it open.
+
+        A slot that can't be had is unlinked: its bytes go when the last descriptor does.
+        """
+        try:
+            fd = self._open(slot, os.O_WRONLY)
+        except FileNotFoundError:
+            return None
+        try:
+            if is_sole(fd, without_leases=False):
+                write_all(fd, footer.VOID, size - BLOCK)
+                if self._client_flags:
+                    fcntl.fcntl(fd, fcntl.F_SETFL, self._client_flags)
+                return fd
+        except OSError:
+            os.close(fd)
+            raise
+        os.close(fd)
+        self.unlink(slot)
+        return None
+
+    def seal(self, entry: Entry) -> None:
+        """Write the footer of a staged object: the commit.
+
+        Raises:
+            BusyError: somebody still has the file open. InvalidValueError: its size isn't what was reserved.
+        """
+        size = charge(entry.size)
+        fd = self._open(entry.slot, os.O_RDWR)
+        try:
+            stat = os.fstat(fd)
+            if stat.st_size != size or stat.st_blocks * 512 > size + ALLOCATION_SLACK:
+                raise InvalidValueError(
+                    f"{entry.key!r}: the object has {stat.st_size} B, {size} B were reserved"
+                )
+            if not is_sole(fd, without_leases=True):
+                raise BusyError(f"{entry.key!r}: somebody still has the new object open")
+            write_all(fd, footer.of(entry), size - BLOCK)
+        finally:
+            os.close(fd)
+
+    def write_footer(self, entry: Entry) -> None:
+        """Write the footer of an entry in place."""
+        fd = self._open(entry.slot, os.O_WRONLY)
+        try:
+            write_all(fd, footer.of(entry), charge(entry.size) - BLOCK)
+        finally:
+            os.close(fd)
+
+    def verify(self, entry: Entry) -> bool:
+        """Read a whole value and compare its checksum."""
+        fd = self._open(entry.slot, os.O_RDONLY)
+        try:
+            return digest(fd, entry.size) == entry.checksum
+        finally:
+            os.close(fd)
+
+    # -- all objects
+
+    def scan(self) -> Iterator[tuple[int, footer.Footer | None]]:
+        """Yield (slot, footer) of every slot file; the footer is None where it isn't valid.
+
+        Names that aren't ours are left alone; so is a file with the footer of a newer format, which is logged.
+        """
+        for i in range(FOLDERS):
+            with os.scandir(self.path / "slots" / f"{i:02x}") as folder:
+                names = [e.name for e in folder if e.is_file(follow_symlinks=False)]
+            for name in names:
+                try:
+                    slot = int(name, 16)
+                    if self._path(slot) == f"{i:02x}/{name}":
+                        yield slot, self._read_footer(slot)
+                except footer.NewerFormat as exc:
+                    log.warning("%s/slots/%02x/%s: left alone: %s", self.path, i, name, exc)
+                except ValueError:
+                    continue
+
+    def _read_footer(self, slot: int) -> footer.Footer | None:
+        fd = self._open(slot, os.O_RDONLY)
+        try:
+            size = os.fstat(fd).st_size
+            found = footer.parse(os.pread(fd, BLOCK, size - BLOCK)) if size >= 2 * BLOCK else None
+            return found if found and charge(found.size) == size else None
+        finally:
+            os.close(fd)
+
+
+def direct_alignment(path: Path) -> int:
+    """The alignment in bytes that direct I/O to a file needs; 0 where its file system has none. Source: statx(2)."""
+    answer = ctypes.create_string_buffer(256)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.statx(_AT_FDCWD, os.fsencode(path), 0, _STATX_DIOALIGN, answer):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    (mask,) = struct.unpack_from("<I", answer, 0)
+    memory, offset = struct.unpack_from("<II", answer, 152)  # stx_dio_mem_align, stx_dio_offset_align
+    return max(memory, offset) if mask & _STATX_DIOALIGN and offset else 0
+
+
+def boot_id() -> str:
+    """The id of this boot of the machine."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+
+
+def sync_directory(path: Path) -> None:
+    """fsync a directory, so that the names in it are on disk."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | _FLAGS)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def is_sole(fd: int, without_leases: bool) -> bool:
+    """The kernel's proof that nobody else has the file of this writable descriptor open, in whatever way.
+
+    `without_leases` is the answer where the file system has none. Source: fcntl(2), F_SETLEASE.
+    """
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return without_leases
+    return True
+
+
+def write_all(fd: int, data: bytes, offset: int) -> None:
+    """Write `data` at `offset`. Loops, as one call may write less (write(2))."""
+    done = os.pwrite(fd, data, offset)
+    while done < len(data):
+        done += os.pwrite(fd, memoryview(data)[done:], offset + done)
+
+
+def digest(fd: int, size: int) -> bytes:
+    """xxh3-128 of the first `size` bytes of a file. A file that ends early has another one."""
+    state = xxhash.xxh3_128()
+    offset = 0
+    while offset < size:
+        chunk = os.pread(fd, min(READ_CHUNK, size - offset), offset)
+        if not chunk:
+            break
+        state.update(chunk)
+        offset += len(chunk)
+    return state.digest()
+
+
+def now() -> float:
+    """Seconds since the epoch."""
+    return time.time()

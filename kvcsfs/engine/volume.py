@@ -1,0 +1,539 @@
+"""Volume: one mountpoint's catalog and files, and the steps that move both together.
+
+A step changes the catalog, goes to a worker thread once for its file work, and changes the catalog again. It is
+shielded: what has begun completes, whoever waits for it. Between its two changes other steps run, so an entry is
+pinned by every step that still needs its file, and `_claim` lets one commit, rename or delete at a time touch a key.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar, TypeVarTuple
+
+import trio
+
+from kvcsfs.config import MountpointConfig
+from kvcsfs.engine import jobs, keys, recovery
+from kvcsfs.engine.catalog import FREE_SLOTS_SHARE, Catalog
+from kvcsfs.engine.descriptors import Descriptors
+from kvcsfs.engine.entry import BLOCK, Entry, charge
+from kvcsfs.engine.session import Session, Staged
+from kvcsfs.engine.store import SlotStore, now
+from kvcsfs.errors import BackingError, BusyError, CapacityError, ExistsError, KvcsError, NotFoundError
+
+log = logging.getLogger(__name__)
+
+THREADS = 16
+EVICT_BATCH = 64  # victims of one background trip; a put waits for no more than that
+RETRY_SECONDS = 5.0
+HELD_SLOTS = 512  # free slots that keep a descriptor
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+Watcher = Callable[[int, Collection[str]], None]
+
+
+class Volume:
+    """One mountpoint. Its methods are the engine's; faces never call them.
+
+    `watch` is called with (index, keys) for keys whose value came, went or changed.
+    """
+
+    def __init__(self, index: int, config: MountpointConfig, descriptor_limit: int, watch: Watcher) -> None:
+        self.index = index
+        self.config = config
+        self.store = SlotStore(config.path, config.io == "direct")
+        self.catalog = Catalog(config.capacity)
+        self.descriptors = Descriptors(descriptor_limit)
+        self.recovering = True
+        self.settling: dict[str, trio.Event] = {}  # keys whose writers on the mount have all flushed
+        self.extras: dict[str, Any] = {}  # what faces keep in the snapshot
+        self.counters = dict.fromkeys(
+            (
+                "hits",
+                "misses",
+                "puts",
+                "deletes",
+                "evictions",
+                "evicted_bytes",
+                "checksum_errors",
+                "io_errors",
+            ),
+            0,
+        )
+        self._watch = watch
+        self._limiter = trio.CapacityLimiter(THREADS)
+        self._claimed: dict[str, trio.Event] = {}
+        self._reclaiming: set[Entry] = set()
+        self._low = trio.Event()
+        self._loose = trio.Event()
+
+    # -- plumbing
+
+    async def _files(self, job: Callable[[*Ts], T], *args: *Ts) -> T:
+        """Run file work in a thread, to its end."""
+        with trio.CancelScope(shield=True):
+            result = await trio.to_thread.run_sync(job, *args, limiter=self._limiter)
+        return result
+
+    @asynccontextmanager
+    async def _claim(self, names: Collection[str]) -> AsyncIterator[None]:
+        """Be the only step that changes these keys. Takes all or waits, so that two steps can't wait for each other."""
+        with trio.CancelScope(shield=True):
+            while blocked := next((self._claimed[n] for n in names if n in self._claimed), None):
+                await blocked.wait()
+            mine = trio.Event()
+            self._claimed.update(dict.fromkeys(names, mine))
+            try:
+                yield
+            finally:
+                for name in names:
+                    self._claimed.pop(name, None)
+                mine.set()
+
+    def _check_ready(self) -> None:
+        if self.recovering:
+            raise BusyError("the store is still recovering")
+
+    async def settled(self, names: Iterable[str], seconds: float = 0.2) -> None:
+        """Wait for keys whose last writer on the mount is just closing: its release arrives after close() returned."""
+        with trio.move_on_after(seconds):
+            for event in [self.settling[n] for n in names if n in self.settling]:
+                await event.wait()
+
+    # -- reading
+
+    def lookup(self, names: Sequence[str], temporaries: bool) -> list[Entry | None]:
+        """The entries of keys."""
+        get = self.catalog.index.get
+        if temporaries:
+            return [get(name) for name in names]
+        return [None if (e := get(name)) is None or e.temporary else e for name in names]
+
+    async def open(
+        self, session: Session, names: Sequence[str], temporaries: bool
+    ) -> tuple[list[Entry | None], dict[int, KvcsError]]:
+        """Pin what is found, and see that each has a descriptor in the session's table; None is a miss.
+
+        The second result has the positions whose object file can't be opened; nothing is pinned for those.
+        """
+        found = self.lookup(names, temporaries)
+        hits = [e for e in found if e is not None]
+        self.catalog.pin(hits)
+        table = self.descriptors.of(session.user)
+        cold = [e for e in hits if e not in table]
+        errors = await self._open_cold(table, cold, found) if cold else {}
+        missed = found.count(None)
+        self.counters["misses"] += missed
+        self.counters["hits"] += len(found) - missed
+        return found, errors
+
+    async def _open_cold(
+        self, table: dict[Entry, int], cold: Sequence[Entry], found: list[Entry | None]
+    ) -> dict[int, KvcsError]:
+        """Open descriptors. An entry whose file is gone leaves and is a miss; other failures are returned."""
+        opened = dict(zip(cold, await self._files(jobs.open_many, self.store, cold), strict=True))
+        errors: dict[int, KvcsError] = {}
+        lost: list[Entry] = []
+        for i, entry in enumerate(found):
+            outcome = opened.get(entry) if entry is not None else None
+            if entry is None or outcome is None:
+                continue
+            if isinstance(outcome, int):
+                opened.pop(entry)
+                if table.setdefault(entry, outcome) != outcome:  # another request was faster
+                    jobs.close_all([outcome])
+                continue
+            found[i] = None
+            lost.append(entry)
+            if not isinstance(outcome, FileNotFoundError):
+                self.counters["io_errors"] += 1
+                errors[i] = BackingError(f"opening an object file: {outcome.strerror}")
+            elif entry.live:
+                self.catalog.remove(entry)
+        self.release(lost)
+        jobs.close_all(self.descriptors.surplus())
+        return errors
+
+    def release(self, entries: Sequence[Entry]) -> None:
+        """Give pins back; what left the index meanwhile is reclaimed in the background."""
+        if self.catalog.unpin(entries):
+            self._loose.set()
+
+    # -- writing
+
+    async def reserve(
+        self, session: Session, names: Sequence[str], sizes: Sequence[int]
+    ) -> list[Staged | KvcsError]:
+        """Promise bytes and a staged file for each key, in order, evicting as needed."""
+        self._check_ready()
+        results: list[Staged | KvcsError] = [CapacityError("the connection's share is reserved")] * len(names)
+        charges: list[int] = []
+        positions: list[int] = []
+        for i, size in enumerate(sizes):
+            charged = charge(size)
+            if session.take(charged, self.catalog.ledger.capacity):
+                charges.append(charged)
+                positions.append(i)
+        plan = self.catalog.promise(charges)
+        victims = plan.victims
+        self._evicted(victims)
+        prepared, stuck = await self._files(
+            jobs.prepare, self.store, plan, charges, self.descriptors.take(victims)
+        )
+        for j, outcome in prepared.items():
+            i = positions[j]
+            if isinstance(outcome, KvcsError):
+                self.catalog.unreserve(charges[j])
+                session.reserved -= charges[j]
+                self.counters["io_errors"] += 1
+                results[i] = outcome
+                continue
+            slot, fd = outcome
+            entry = Entry(names[i], slot, sizes[i], b"", 0, 0.0, keys.is_temporary(names[i]))
+            results[i] = Staged(self, entry, fd)
+        for j in plan.refused:
+            session.reserved -= charges[j]
+            results[positions[j]] = self._no_room(charges[j])
+        self._keep_stuck(stuck)
+        self._wake_evictor()
+        return results
+
+    def _no_room(self, size: int) -> CapacityError:
+        can = max(self.catalog.obtainable, 0)
+        return CapacityError(f"need {size} B, {can} B can be had, readers hold {self.catalog.pinned} B")
+
+    def _keep_stuck(self, victims: Collection[Entry]) -> None:
+        """Victims whose files can't be removed stay counted, and are tried again later."""
+        self.counters["io_errors"] += len(victims)
+        self.catalog.keep_stuck(victims)
+
+    async def commit(self, staged: Sequence[Staged], if_exists: str = "overwrite") -> list[KvcsError | None]:
+        """Publish staged objects whose checksums are set. What fails is aborted; the keys stand as they were."""
+        results: list[KvcsError | None] = [None] * len(staged)
+        last = {s.entry.key: i for i, s in enumerate(staged)}
+        async with self._claim(last):
+            await self._commit_claimed(staged, if_exists, results, last)
+        self._wake_evictor()
+        return results
+
+    async def _commit_claimed(
+        self,
+        staged: Sequence[Staged],
+        if_exists: str,
+        results: list[KvcsError | None],
+        last: dict[str, int],
+    ) -> None:
+        created = now()
+        dropped: list[Entry] = []
+        positions: list[int] = []
+        olds: list[Entry | None] = []
+        for i, s in enumerate(staged):
+            old = self.catalog.index.get(s.entry.key)
+            if last[s.entry.key] != i:  # the same key later in the batch wins
+                dropped.append(s.entry)
+            elif old is not None and if_exists != "overwrite":
+                results[i] = ExistsError(f"{s.entry.key!r} has a value")
+                dropped.append(s.entry)
+            else:
+                s.entry.generation = self.store.number()
+                s.entry.created = s.entry.used = created
+                positions.append(i)
+                olds.append(old)
+        entries = [staged[i].entry for i in positions]
+        held = [old for old in olds if old is not None]
+        self.catalog.pin(held)
+        sealed = await self._files(jobs.seal_many, self.store, entries, olds)
+        committed: list[Entry] = []
+        for i, entry, outcome in zip(positions, entries, sealed, strict=True):
+            if outcome is not None:
+                results[i] = outcome
+                self.counters["io_errors"] += isinstance(outcome, BackingError)
+                dropped.append(entry)
+                continue
+            self.catalog.insert(entry)
+            committed.append(entry)
+        self.catalog.lru.touch(reversed(committed))
+        self.counters["puts"] += len(committed)
+        self._watch(self.index, [e.key for e in committed])
+        self.catalog.retire_staged(dropped)
+        await self.reclaim([*dropped, *self.catalog.unpin(held)])
+
+    async def abort(self, staged: Iterable[Staged]) -> None:
+        """Give reservations and their files back."""
+        entries = [s.entry for s in staged]
+        self.catalog.retire_staged(entries)
+        await self.reclaim(entries)
+
+    async def delete(self, names: Sequence[str], temporaries: bool) -> list[KvcsError | None]:
+        """Remove keys. Their footers are void when this returns, so that nothing comes back after a crash."""
+        self._check_ready()
+        results: list[KvcsError | None] = [None] * len(names)
+        async with self._claim(set(names)):
+            entries: list[Entry] = []
+            for i, name in enumerate(names):
+                entry = self.catalog.index.get(name)
+                if entry is None or (entry.temporary and not temporaries):
+                    results[i] = NotFoundError(f"{name!r} has no value")
+                else:
+                    self.catalog.remove(entry)
+                    entries.append(entry)
+            self.counters["deletes"] += len(entries)
+            await self._discard(entries)
+        self._watch(self.index, [e.key for e in entries])
+        return results
+
+    async def _discard(self, entries: Sequence[Entry]) -> None:
+        """Void and reclaim entries that just left the index; of those still held the footer is voided now."""
+        held = [e for e in entries if e.pins]
+        if held:
+            self.catalog.pin(held)
+            await self._files(jobs.void_many, self.store, held)
+            self.catalog.unpin(held)
+        await self.reclaim([e for e in entries if not e.pins])
+
+    async def rename(self, old: str, new: str) -> None:
+        """Give the value of `old` the key `new`, replacing what that held. Raises NotFoundError."""
+        self._check_ready()
+        async with self._claim({old, new}):
+            entry = self.catalog.index.get(old)
+            if entry is None:
+                raise NotFoundError(f"{old!r} has no value")
+            target = self.catalog.index.get(new)
+            held = [entry] if target is None else [entry, target]
+            self.catalog.pin(held)
+            staged = Entry(new, entry.slot, entry.size, entry.checksum, self.store.number(), entry.created)
+            failed = await self._files(jobs.rename, self.store, staged, target)
+            if failed is None:
+                if target is not None:
+                    self.catalog.remove(target)
+                self.catalog.rename(entry, new, staged.generation, keys.is_temporary(new))
+            loose = self.catalog.unpin(held)
+            self._watch(self.index, [old, new])
+            await self.reclaim(loose)
+            if failed is not None:
+                raise failed
+
+    # -- files of unknown size, written by the daemon itself
+
+    async def stage_file(self, key: str) -> Staged:
+        """A staged file that grows; `fd` reads and writes it."""
+        self._check_ready()
+        await self._make_room(charge(0))
+        try:
+            slot, fd = await self._files(jobs.create_file, self.store)
+        except KvcsError:
+            self.catalog.unreserve(charge(0))
+            raise
+        entry = Entry(key, slot, 0, b"", 0, 0.0, keys.is_temporary(key))
+        return Staged(self, entry, fd)
+
+    async def grow(self, staged: Staged, size: int) -> None:
+        """Reserve for at least `size` bytes, doubling to keep the steps few. Raises CapacityError; nothing changes."""
+        have = staged.charged
+        for wanted in (max(size, 2 * staged.entry.size, 16 * BLOCK), size):
+            extra = charge(wanted) - have
+            if extra <= 0:
+                return
+            try:
+                await self._make_room(extra)
+            except CapacityError:
+                if wanted == size:
+                    raise
+                continue
+            staged.entry.size = wanted
+            return
+
+    async def _make_room(self, size: int) -> None:
+        """Reserve bytes without a file."""
+        plan = self.catalog.promise([size], files=False)
+        victims = plan.victims
+        self._evicted(victims)
+        if plan.refused:
+            raise self._no_room(size)
+        if victims or plan.drop:
+            _, stuck = await self._files(
+                jobs.prepare, self.store, plan, [size], self.descriptors.take(victims)
+            )
+            self._keep_stuck(stuck)
+        self._wake_evictor()
+
+    async def finish_file(self, staged: Staged, size: int, checksum: bytes | None) -> None:
+        """Cut a grown file to its size, give the rest of its reservation back, and set its checksum; closes `fd`."""
+        staged.entry.checksum = await self._files(jobs.finish_file, staged.fd, size, checksum)
+        self.catalog.unreserve(staged.charged - charge(size))
+        staged.entry.size = size
+
+    async def close_file(self, staged: Staged) -> None:
+        """Close the descriptor of a grown file that will be aborted."""
+        await self._files(jobs.close_all, [staged.fd])
+
+    # -- eviction and reclaim
+
+    def _evicted(self, victims: Collection[Entry]) -> None:
+        if victims:
+            self.counters["evictions"] += len(victims)
+            self.counters["evicted_bytes"] += sum(v.charged for v in victims)
+            self._watch(self.index, [v.key for v in victims])
+
+    async def reclaim(self, entries: Sequence[Entry]) -> None:
+        """Make free slots of retired entries that nobody holds, as many as may be kept; unlink the others."""
+        entries = [e for e in entries if e not in self._reclaiming and e in self.catalog.retired]
+        if not entries:
+            return
+        self._reclaiming.update(entries)
+        limit = self.catalog.ledger.capacity // FREE_SLOTS_SHARE
+        keep: list[bool] = []
+        total = self.catalog.ledger.free_slots
+        for entry in entries:
+            fits = total + entry.charged <= limit
+            total += entry.charged * fits
+            keep.append(fits)
+        hold = HELD_SLOTS - sum(s.fd >= 0 for s in self.catalog.free_slots())
+        try:
+            results = await self._files(
+                jobs.reclaim, self.store, entries, keep, hold, self.descriptors.take(entries)
+            )
+        finally:
+            self._reclaiming.difference_update(entries)
+        for entry, outcome in zip(entries, results, strict=True):
+            if isinstance(outcome, OSError):
+                self.counters["io_errors"] += 1
+            else:
+                self.catalog.reclaimed(entry, outcome)
+
+    async def evict(self, prefix: str, target: int) -> tuple[int, int]:
+        """Evict entries below `prefix`, least recently used first, until `target` bytes went; 0 for all."""
+        self._check_ready()
+        count = freed = 0
+        victims = [e for e in self.catalog.victims() if e.key.startswith(prefix)]
+        for start in range(0, len(victims), EVICT_BATCH):
+            batch: list[Entry] = []
+            for entry in victims[start : start + EVICT_BATCH]:
+                if entry.live and not entry.pins and (not target or freed < target):
+                    batch.append(entry)
+                    freed += entry.charged
+            count += len(batch)
+            await self._evict(batch)
+        return count, freed
+
+    async def _evict(self, batch: list[Entry]) -> None:
+        for entry in batch:
+            self.catalog.remove(entry)
+        self._evicted(batch)
+        await self._discard(batch)
+
+    def _wake_evictor(self) -> None:
+        ledger = self.catalog.ledger
+        if self.catalog.room < ledger.capacity * self.config.low_watermark:
+            self._low.set()
+
+    async def keep_room(self) -> None:
+        """Background: when less than the low watermark is free, evict up to the high one."""
+        while True:
+            await self._low.wait()
+            self._low = trio.Event()
+            goal = self.catalog.ledger.capacity * self.config.high_watermark
+            while batch := self._oldest(goal - self.catalog.room):
+                await self._evict(batch)
+
+    def _oldest(self, missing: float) -> list[Entry]:
+        """The next victims for `missing` bytes, a batch at most."""
+        batch: list[Entry] = []
+        for entry in self.catalog.victims():
+            if missing <= 0 or len(batch) == EVICT_BATCH:
+                break
+            batch.append(entry)
+            missing -= entry.charged
+        return batch
+
+    async def reclaim_loose(self) -> None:
+        """Background: reclaim what readers let go, and try again what could not be removed."""
+        while True:
+            with trio.move_on_after(RETRY_SECONDS):
+                await self._loose.wait()
+            self._loose = trio.Event()
+            await self.reclaim([e for e in self.catalog.retired if not e.pins])
+
+    # -- verification
+
+    async def verify(self, names: Sequence[str]) -> list[int]:
+        """Read values and drop the wrong ones. Returns sizes; 0 for what is absent or was dropped."""
+        entries = [self.catalog.index.get(name) for name in names]
+        held = [e for e in entries if e is not None]
+        self.catalog.pin(held)
+        outcomes = dict(zip(held, await self._files(jobs.verify_many, self.store, held), strict=True))
+        wrong = [e for e in outcomes if outcomes[e] is False and e.live]
+        for entry in held:
+            entry.proven = entry.proven or outcomes[entry] is True
+        if wrong:
+            log.warning("%s: dropped %d entries with a wrong checksum", self.config.path, len(wrong))
+            self.counters["checksum_errors"] += len(wrong)
+            for entry in wrong:
+                self.catalog.remove(entry)
+            self._watch(self.index, [e.key for e in wrong])
+            await self._discard(wrong)
+        self.release(held)
+        return [e.size if e is not None and e.live else 0 for e in entries]
+
+    # -- start and stop
+
+    async def recover(self) -> None:
+        """Fill the catalog from the snapshot or the footers; entries over the capacity leave, oldest first."""
+        found = await trio.to_thread.run_sync(recovery.recover, self.store, limiter=self._limiter)
+        self.catalog.load(found.entries)
+        for slot in found.free_slots:
+            self.catalog.add_free(slot)
+        self.extras.update(found.extras)
+        while batch := self._oldest(-self.catalog.room):
+            await self._evict(batch)
+        while self.catalog.ledger.free < 0 and (free := self.catalog.drop_free()):
+            await self._files(jobs.drop, self.store, free)
+        self.recovering = False
+
+    async def checkpoint(self, clean: bool = False) -> None:
+        """Write the snapshot; `clean` says that it is exact and nothing follows it."""
+        if self.recovering:
+            return
+        writer = recovery.SnapshotWriter(self.store)
+        after = ""
+        while rows := self.catalog.index.page("", after, recovery.SLICE):
+            after = rows[-1].key
+            await self._files(writer.add, recovery.rows(rows))
+        free = list(self.catalog.free_slots()) if clean else []
+        await self._files(writer.finish, free, self.extras, clean)
+
+    async def close(self) -> None:
+        """Write the last snapshot and give the directory up."""
+        await self.reclaim([e for e in self.catalog.retired if not e.pins])
+        await self.checkpoint(clean=not self.catalog.retired)
+        jobs.close_all(self.descriptors.clear())
+        jobs.close_all(s.fd for s in self.catalog.free_slots() if s.fd >= 0)
+        self.store.close()
+
+    def status(self) -> dict[str, Any]:
+        """Figures of this mountpoint."""
+        ledger = self.catalog.ledger
+        entries, value_bytes, _ = self.catalog.index.usage("")
+        return {
+            "index": self.index,
+            "path": str(self.config.path),
+            "state": "recovering" if self.recovering else "ready",
+            "capacity_bytes": ledger.capacity,
+            "used_bytes": ledger.used,
+            "committed_bytes": ledger.committed,
+            "reserved_bytes": ledger.reserved,
+            "retired_bytes": ledger.retired,
+            "free_slot_bytes": ledger.free_slots,
+            "value_bytes": value_bytes,
+            "entries": entries,
+            "pinned_bytes": self.catalog.pinned,
+            "descriptors": len(self.descriptors),
+            **self.counters,
+        }
+
+    def check(self) -> None:
+        """Assert the invariants."""
+        self.catalog.check()
