@@ -245,7 +245,7 @@ class Matrix:
         with uninterrupted():
             for node in self._environment.nodes:
                 with self._open(node, 0, dataset) as client:
-                    clean(client, dataset.keys())
+                    clean(client, dataset.keys)
 
 
 def _result(cell: Cell, dataset: Dataset, callers: int, samples: Sequence[Sample], seconds: float) -> Result:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import random
 import time
@@ -38,12 +39,14 @@ class Dataset:
         """Bytes of the largest value."""
         return max(self.sizes)[0]
 
+    @functools.cached_property
     def keys(self) -> list[str]:
         """All keys, in order."""
         return [f"{self.prefix}/{i:010d}" for i in range(self.count)]
 
+    @functools.cached_property
     def value_sizes(self) -> list[int]:
-        """The size of each value; the same at every call."""
+        """The size of each value; the same in every run."""
         sizes, weights = zip(*self.sizes, strict=True)
         return random.Random(0).choices(sizes, weights, k=self.count)  # noqa: S311 - a load, not a secret
 
@@ -58,7 +61,7 @@ class Caller:
         self, client: KvcsLowLevelClient, dataset: Dataset, buffers: Sequence[memoryview], number: int = 0
     ) -> None:
         self.client = client
-        self._keys, self._sizes = dataset.keys(), dataset.value_sizes()
+        self._keys, self._sizes = dataset.keys, dataset.value_sizes
         self.buffers = buffers
         self._random = random.Random(number)  # noqa: S311 - a load, not a secret
         self._next = self._random.randrange(dataset.count)
@@ -138,7 +141,7 @@ def fill(client: KvcsLowLevelClient, dataset: Dataset, buffers: Sequence[memoryv
     Raises:
         BenchError: a value could not be stored.
     """
-    keys, sizes = dataset.keys(), dataset.value_sizes()
+    keys, sizes = dataset.keys, dataset.value_sizes
     for indexes in chunks(dataset.count, len(buffers)):
         items = [LLPutItem(key=keys[i], value=b[: sizes[i]]) for i, b in zip(indexes, buffers, strict=False)]
         for result in client.ll_batch_put(items):

@@ -50,7 +50,7 @@ def test_sigterm_in_the_middle_of_a_matrix_leaves_no_key(tmp_path):
             "fill = batch.fill\n"
             "def tell(client, dataset, buffers):\n"
             "    fill(client, dataset, buffers)\n"
-            "    print(*dataset.keys(), flush=True)\n"
+            "    print(*dataset.keys, flush=True)\n"
             "batch.fill = tell\n"
             "sys.exit(cli.main(sys.argv[1:]))\n"
         )
