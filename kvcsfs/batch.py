@@ -310,7 +310,7 @@ class Connection:
                 first,
                 sizes,
                 b"".join([e.checksum for e in found]),
-                bytes([0 if e.proven else wire.UNPROVEN for e in found]),
+                bytes([e.flags & wire.UNPROVEN for e in found]),
                 end < len(entries),
             )
             await self._send(

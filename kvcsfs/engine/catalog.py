@@ -67,10 +67,8 @@ class Catalog:
 
     def touch(self, entries: Sequence[Entry], now: float) -> None:
         """Count a use of each entry. The last is refreshed first, so that of a prefix chain the tail goes first."""
-        step = now
-        for entry in reversed(entries):
-            step += 1e-7  # keeps the order within the batch when it is restored from times
-            entry.used = step
+        for entry in entries:
+            entry.used = now
             entry.hits += 1
         self.lru.touch(reversed(entries))
 
@@ -214,10 +212,11 @@ class Catalog:
         self.index.remove(entry)
         self.lru.remove(entry)
 
-    def rename(self, entry: Entry, key: str, generation: int, temporary: bool) -> None:
+    def rename(self, entry: Entry, key: str, generation: int) -> None:
         """Move an entry to a key that is free; its place in the order of use and its pins stay."""
         self.index.remove(entry)
-        entry.key, entry.generation, entry.temporary = key, generation, temporary
+        entry.rename(key)
+        entry.generation = generation
         self.index.add(entry)
 
     def reclaimed(self, entry: Entry, kept: FreeSlot | None) -> None:

@@ -343,7 +343,7 @@ class Engine:
             except KvcsError:
                 await volume.abort([staged])
                 raise
-            staged.entry.key, staged.entry.temporary = name, keys.is_temporary(name)
+            staged.entry.rename(name)
             (failed,) = await volume.commit([staged])
         if failed:
             raise failed

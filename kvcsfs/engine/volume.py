@@ -15,10 +15,10 @@ from typing import Any, TypeVar, TypeVarTuple
 import trio
 
 from kvcsfs.config import MountpointConfig
-from kvcsfs.engine import jobs, keys, recovery
+from kvcsfs.engine import jobs, recovery
 from kvcsfs.engine.catalog import FREE_SLOTS_SHARE, Catalog
 from kvcsfs.engine.descriptors import Descriptors
-from kvcsfs.engine.entry import BLOCK, Entry, charge
+from kvcsfs.engine.entry import BLOCK, TEMPORARY, UNPROVEN, Entry, charge
 from kvcsfs.engine.session import Session, Staged
 from kvcsfs.engine.store import SlotStore, now
 from kvcsfs.errors import BackingError, BusyError, CapacityError, ExistsError, KvcsError, NotFoundError
@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 THREADS = 16
 EVICT_BATCH = 64  # victims of one background trip; a put waits for no more than that
 RETRY_SECONDS = 5.0
+KNOWN_SIZES = 4096
 HELD_SLOTS = 512  # free slots that keep a descriptor
 
 T = TypeVar("T")
@@ -64,6 +65,7 @@ class Volume:
             0,
         )
         self._watch = watch
+        self._sizes: dict[int, int] = {}  # one int object for all values of a size
         self._limiter = trio.CapacityLimiter(THREADS)
         self._claimed: dict[str, trio.Event] = {}
         self._reclaiming: set[Entry] = set()
@@ -110,7 +112,7 @@ class Volume:
         get = self.catalog.index.get
         if temporaries:
             return [get(name) for name in names]
-        return [None if (e := get(name)) is None or e.temporary else e for name in names]
+        return [None if (e := get(name)) is None or e.flags & TEMPORARY else e for name in names]
 
     async def open(
         self, session: Session, names: Sequence[str], temporaries: bool
@@ -177,6 +179,8 @@ class Volume:
             if session.take(charged, self.catalog.ledger.capacity):
                 charges.append(charged)
                 positions.append(i)
+        if len(self._sizes) > KNOWN_SIZES:
+            self._sizes.clear()
         plan = self.catalog.promise(charges)
         victims = plan.victims
         self._evicted(victims)
@@ -192,7 +196,8 @@ class Volume:
                 results[i] = outcome
                 continue
             slot, fd = outcome
-            entry = Entry(names[i], slot, sizes[i], b"", 0, 0.0, keys.is_temporary(names[i]))
+            size = self._sizes.setdefault(sizes[i], sizes[i])
+            entry = Entry(names[i], slot, size, b"", 0, 0.0)
             results[i] = Staged(self, entry, fd)
         for j in plan.refused:
             session.reserved -= charges[j]
@@ -275,7 +280,7 @@ class Volume:
             entries: list[Entry] = []
             for i, name in enumerate(names):
                 entry = self.catalog.index.get(name)
-                if entry is None or (entry.temporary and not temporaries):
+                if entry is None or (entry.flags & TEMPORARY and not temporaries):
                     results[i] = NotFoundError(f"{name!r} has no value")
                 else:
                     self.catalog.remove(entry)
@@ -309,7 +314,7 @@ class Volume:
             if failed is None:
                 if target is not None:
                     self.catalog.remove(target)
-                self.catalog.rename(entry, new, staged.generation, keys.is_temporary(new))
+                self.catalog.rename(entry, new, staged.generation)
             loose = self.catalog.unpin(held)
             self._watch(self.index, [old, new])
             await self.reclaim(loose)
@@ -327,7 +332,7 @@ class Volume:
         except KvcsError:
             self.catalog.unreserve(charge(0))
             raise
-        entry = Entry(key, slot, 0, b"", 0, 0.0, keys.is_temporary(key))
+        entry = Entry(key, slot, 0, b"", 0, 0.0)
         return Staged(self, entry, fd)
 
     async def grow(self, staged: Staged, size: int) -> None:
@@ -467,7 +472,8 @@ class Volume:
         outcomes = dict(zip(held, await self._files(jobs.verify_many, self.store, held), strict=True))
         wrong = [e for e in outcomes if outcomes[e] is False and e.live]
         for entry in held:
-            entry.proven = entry.proven or outcomes[entry] is True
+            if outcomes[entry] is True:
+                entry.flags &= ~UNPROVEN
         if wrong:
             log.warning("%s: dropped %d entries with a wrong checksum", self.config.path, len(wrong))
             self.counters["checksum_errors"] += len(wrong)
