@@ -61,30 +61,41 @@ def check_targets(buffers: Sequence[Buffer | Sequence[Buffer]]) -> list[Target]:
     Raises:
         TypeError: no buffer. ValueError: read-only, not contiguous, or two of them share memory.
     """
-    if set(map(type, buffers)) == {bytearray}:  # the common case: distinct objects are distinct memory
+    kinds = set(map(type, buffers))
+    if kinds == {bytearray}:  # a common case: distinct objects are distinct memory
         if len(set(map(id, buffers))) != len(buffers):
             raise ValueError("a buffer is given twice")
         return list(buffers)  # type: ignore[arg-type]
     targets: list[Target] = []
     pieces: list[memoryview] = []
-    for i, buffer in enumerate(buffers):
-        if isinstance(buffer, list | tuple):
-            views = [_writable(piece, f"buffers[{i}][{j}]") for j, piece in enumerate(buffer)]
-            targets.append(views)
+    if kinds == {memoryview} and all(map(_is_plain, buffers)):  # type: ignore[arg-type]
+        pieces = list(buffers)  # type: ignore[arg-type]  # the other common case
+        targets = list(pieces)
+    else:
+        for i, buffer in enumerate(buffers):
+            views = _writable_views(buffer, f"buffers[{i}]")
+            targets.append(views if isinstance(buffer, list | tuple) else views[0])
             pieces += views
-        else:
-            view = _writable(buffer, f"buffers[{i}]")  # type: ignore[arg-type]
-            targets.append(view)
-            pieces.append(view)
     _check_distinct(pieces)
     return targets
 
 
+def _is_plain(view: memoryview) -> bool:
+    return view.format == "B" and view.ndim == 1 and not view.readonly and view.c_contiguous
+
+
+def _writable_views(buffer: Buffer | Sequence[Buffer], what: str) -> list[memoryview]:
+    if isinstance(buffer, list | tuple):
+        return [_writable(piece, f"{what}[{j}]") for j, piece in enumerate(buffer)]
+    return [_writable(buffer, what)]  # type: ignore[arg-type]
+
+
 def _check_distinct(views: list[memoryview]) -> None:
-    addressof, from_buffer = ctypes.addressof, ctypes.c_char.from_buffer
-    spans = sorted((addressof(from_buffer(view)), len(view)) for view in views if len(view))
-    end = 0
-    for address, size in spans:
+    addressof, from_buffer, end = ctypes.addressof, ctypes.c_char.from_buffer, 0
+    views = list(filter(None, views))  # empty ones have no address
+    for address, size in sorted(
+        zip([addressof(from_buffer(v)) for v in views], map(len, views), strict=True)
+    ):
         if address < end:
             raise ValueError("two buffers share memory, or a buffer is given twice")
         end = address + size

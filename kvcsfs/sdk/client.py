@@ -125,14 +125,16 @@ class KvcsLowLevelClient:
             channel=Channel(path, connect_seconds, simple.submit),
             getters=Pool("get", _limit("get_workers", get_workers, 4, 1024)),
             setters=Pool("set", _limit("set_workers", set_workers, 4, 1024)),
-            max_keys=_limit("max_keys_per_batch", max_keys_per_batch, 256, wire.MAX_KEYS),
+            max_keys=min(_limit("max_keys_per_batch", max_keys_per_batch, 256, 1 << 31), wire.MAX_KEYS),
             max_key_size=_limit("max_key_size", max_key_size, 256, wire.MAX_KEY_BYTES),
             max_value_size=_limit("max_value_size", max_value_size, 4 << 20, wire.MAX_VALUE_BYTES),
             verify_reads=bool(verify_reads),
             meter=meter,
         )
         self._metrics_on = bool(enable_metrics)
-        reporter = Reporter(meter, report_seconds, log_path) if meter and perf_report_interval_sec else None
+        reporter = (
+            Reporter(meter, report_seconds, log_path or None) if meter and perf_report_interval_sec else None
+        )
         _clients.add(self)
         self._pools: tuple[Pool, ...] = (self._core.getters, self._core.setters, simple)
         self._end = weakref.finalize(self, _end, self._core.channel, self._pools, reporter)

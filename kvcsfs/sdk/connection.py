@@ -27,15 +27,17 @@ CONTROL_BYTES = socket.CMSG_SPACE(4 * wire.FDS_PER_FRAME) + socket.CMSG_SPACE(64
 
 
 def close_fds(fds: Sequence[int]) -> None:
-    """Close received descriptors: in one system call where their numbers run on, as they do in a quiet process."""
+    """Close received descriptors, a run of numbers in one system call: in a quiet process that is all of them."""
     if not fds:
         return
-    first = fds[0]
-    if len(fds) > 1 and list(fds) == list(range(first, first + len(fds))):
-        os.closerange(first, first + len(fds))
-        return
+    fds = sorted(fds)
+    first = end = fds[0]
     for fd in fds:
-        os.close(fd)
+        if fd != end:
+            os.closerange(first, end)
+            first = fd
+        end = fd + 1
+    os.closerange(first, end)
 
 
 class Frame:

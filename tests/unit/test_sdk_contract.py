@@ -283,7 +283,7 @@ def test_wrong_types(client, call, message):
     "arguments",
     [
         {"efc_socket": ""}, {"efc_socket": "x" * 108}, {"max_value_size": -1}, {"max_value_size": (4 << 30) + 1},
-        {"max_key_size": 1025}, {"max_keys_per_batch": 1025}, {"get_workers": -1}, {"default_deadline_s": -1},
+        {"max_key_size": 1025}, {"max_keys_per_batch": -1}, {"get_workers": -1}, {"default_deadline_s": -1},
         {"perf_report_interval_sec": float("nan")},
     ],
 )  # fmt: skip
