@@ -174,17 +174,22 @@ class Matrix:
         return _result(cell, dataset, count, samples, seconds)
 
     def _steady(self, callers: Sequence[Caller], cell: Cell) -> tuple[list[Sample], float]:
-        """Every caller at once, warm-up first; the calls begun after it, and how long they took together."""
+        """Every caller at once, warm-up first; the calls begun after it, and how long they took together.
+
+        Each caller makes one such call at least, however long a call takes.
+        """
         begin = time.perf_counter() + self._environment.warm_up_s
         end = begin + self._environment.duration_s
 
         def work(caller: Caller) -> Iterator[Sample]:
-            yield caller.call(cell.op, cell.read_share)
-            while time.perf_counter() < end:
-                yield caller.call(cell.op, cell.read_share)
+            while True:
+                sample = caller.call(cell.op, cell.read_share)
+                yield sample
+                if sample.start >= begin and time.perf_counter() >= end:
+                    return
 
         samples = [s for s in self._together(callers, work) if s.start >= begin]
-        return samples, max((s.start + s.seconds for s in samples), default=end) - begin
+        return samples, max(s.start + s.seconds for s in samples) - begin
 
     def _delete_rounds(
         self, callers: Sequence[Caller], clients: Sequence[KvcsLowLevelClient], dataset: Dataset, cell: Cell
@@ -249,8 +254,6 @@ class Matrix:
 
 
 def _result(cell: Cell, dataset: Dataset, callers: int, samples: Sequence[Sample], seconds: float) -> Result:
-    # A cell without a call that began after the warm-up has no throughput to tell.
-    rate = 1 / seconds if seconds > 0 else 0.0
     failures: Counter[str] = sum((s.failures for s in samples), Counter())
     good = sum(s.keys for s in samples) - failures.total()
     return Result(
@@ -262,8 +265,8 @@ def _result(cell: Cell, dataset: Dataset, callers: int, samples: Sequence[Sample
         batch_size=cell.batch_size,
         seconds=seconds,
         batches=len(samples),
-        keys_per_s=good * rate,
-        mb_per_s=sum(s.bytes for s in samples) * rate / 1e6,
+        keys_per_s=good / seconds,
+        mb_per_s=sum(s.bytes for s in samples) / seconds / 1e6,
         **asdict(latency(s.seconds for s in samples)),
         misses=sum(s.misses for s in samples),
         errors=failures.total(),

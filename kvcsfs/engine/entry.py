@@ -11,7 +11,12 @@ TEMPORARY = 2  # under a temporary name: its bytes count, but it is no key for t
 
 def charge(size: int) -> int:
     """Bytes that a value of `size` really takes: padded to whole blocks, and one block of footer."""
-    return (size + BLOCK - 1) // BLOCK * BLOCK + BLOCK
+    return (size + 2 * BLOCK - 1) & -BLOCK
+
+
+def flags_of(key: str) -> int:
+    """The flags that follow from a key."""
+    return TEMPORARY if is_temporary(key) else 0
 
 
 class Entry:
@@ -46,8 +51,8 @@ class Entry:
         created: float,
         flags: int = 0,
     ) -> None:
+        self.key = key
         self.flags = flags
-        self.rename(key)
         self.slot = slot
         self.size = size
         self.checksum = checksum
@@ -62,7 +67,7 @@ class Entry:
     def rename(self, key: str) -> None:
         """Take another key; whether it is a temporary name follows from it."""
         self.key = key
-        self.flags = self.flags | TEMPORARY if is_temporary(key) else self.flags & ~TEMPORARY
+        self.flags = self.flags & ~TEMPORARY | flags_of(key)
 
     @property
     def charged(self) -> int:

@@ -17,7 +17,7 @@ import msgspec
 import xxhash
 
 from kvcsfs.engine.catalog import FreeSlot
-from kvcsfs.engine.entry import UNPROVEN, Entry
+from kvcsfs.engine.entry import UNPROVEN, Entry, flags_of
 from kvcsfs.engine.store import SlotStore, boot_id, sync_directory
 
 log = logging.getLogger(__name__)
@@ -160,7 +160,7 @@ def _scan(store: SlotStore, known: dict[tuple[int, int], Row]) -> list[Entry]:
             footer.checksum,
             footer.generation,
             footer.created,
-            UNPROVEN,
+            UNPROVEN | flags_of(footer.key),
         )
         if row is not None:
             entry.used, entry.hits = row[6], row[7]

@@ -191,3 +191,11 @@ def test_a_daemon_that_is_not_there_ends_it_at_once():
     store.on_call = gone
     with pytest.raises(KvcsUnavailableError):
         run(SMALL, matrix(SMALL, ["get"], [1], [4]), store)
+
+
+def test_calls_longer_than_warm_up_and_duration_are_measured():
+    environment = Environment(keys=8, value_size=64, warm_up_s=1e-9, duration_s=1e-9)
+    store = FakeStore()
+    (result,) = run(environment, matrix(environment, ["put"], [3], [4]), store)
+    assert result.batches >= 3
+    assert result.keys_per_s > 0
