@@ -226,7 +226,7 @@ class Volume:
                 dropped.append(s.entry)
             else:
                 s.entry.generation = self.store.number()
-                s.entry.created = s.entry.used = created
+                s.entry.created = created
                 positions.append(i)
                 olds.append(old)
         entries = [staged[i].entry for i in positions]
@@ -244,7 +244,7 @@ class Volume:
             self.catalog.insert(entry)
             table[entry] = outcome
             committed.append(entry)
-        self.catalog.lru.touch(reversed(committed))
+        self.catalog.refresh(committed, created)
         self.counters["puts"] += len(committed)
         self._watch(self.index, [e.key for e in committed])
         jobs.close_all(self.descriptors.surplus())
