@@ -148,7 +148,7 @@ def _scan(store: SlotStore, known: dict[tuple[int, int], Row]) -> list[Entry]:
     best: dict[str, Entry] = {}
     for slot, footer in store.scan():
         if footer is None:
-            store.unlink(slot)
+            _unlink(store, slot)
             continue
         row = known.get((slot, footer.generation))
         entry = Entry(
@@ -168,5 +168,13 @@ def _scan(store: SlotStore, known: dict[tuple[int, int], Row]) -> list[Entry]:
             entry, other = other, entry
         best[entry.key] = entry
         if other is not None:
-            store.unlink(other.slot)
+            _unlink(store, other.slot)
     return list(best.values())
+
+
+def _unlink(store: SlotStore, slot: int) -> None:
+    """Remove a file of no value; one that can't be removed must not stop the start."""
+    try:
+        store.unlink(slot)
+    except OSError as exc:
+        log.warning("%s: slot %x can't be removed: %s", store.path, slot, exc.strerror)

@@ -232,7 +232,8 @@ class SlotStore:
     def scan(self) -> Iterator[tuple[int, footer.Footer | None]]:
         """Yield (slot, footer) of every slot file; the footer is None where it isn't valid.
 
-        Names that aren't ours are left alone; so is a file with the footer of a newer format, which is logged.
+        Names that aren't ours are left alone; so is a file with the footer of a newer format, or one that can't be
+        read, which is logged.
         """
         for i in range(FOLDERS):
             with os.scandir(self.path / "slots" / f"{i:02x}") as folder:
@@ -240,10 +241,11 @@ class SlotStore:
             for name in names:
                 try:
                     slot = int(name, 16)
-                    if self._path(slot) == f"{i:02x}/{name}":
+                    if slot >= 0 and self._path(slot) == f"{i:02x}/{name}":
                         yield slot, self._read_footer(slot)
-                except footer.NewerFormat as exc:
-                    log.warning("%s/slots/%02x/%s: left alone: %s", self.path, i, name, exc)
+                except (footer.NewerFormat, OSError) as exc:
+                    reason = exc.strerror if isinstance(exc, OSError) else exc
+                    log.warning("%s/slots/%02x/%s: left alone: %s", self.path, i, name, reason)
                 except ValueError:
                     continue
 
