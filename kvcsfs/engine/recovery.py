@@ -6,6 +6,7 @@ only tells the order of use. It is clean for one start only: the next one begins
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -81,6 +82,13 @@ class SnapshotWriter:
             os.fsync(file.fileno())
         os.replace(self._temporary, self._store.path / "snapshot")
         sync_directory(self._store.path)
+
+    def abandon(self) -> None:
+        """Remove what was written; the last snapshot stays."""
+        with contextlib.suppress(OSError):  # what is buffered may not fit: it is not wanted
+            self._file.close()
+        with contextlib.suppress(OSError):
+            self._temporary.unlink(missing_ok=True)
 
     def _write(self, block: bytes) -> None:
         self._file.write(len(block).to_bytes(4, "little") + xxhash.xxh3_64_digest(block) + block)

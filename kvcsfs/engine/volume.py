@@ -485,18 +485,25 @@ class Volume:
         """Write the snapshot; `clean` says that it is exact and nothing follows it."""
         if self.recovering:
             return
-        writer = recovery.SnapshotWriter(self.store)
-        after = ""
-        while rows := self.catalog.index.page("", after, recovery.SLICE):
-            after = rows[-1].key
-            await self._files(writer.add, recovery.rows(rows))
-        free = list(self.catalog.free_slots()) if clean else []
-        await self._files(writer.finish, free, self.extras, clean)
+        writer = await self._files(recovery.SnapshotWriter, self.store)
+        try:
+            after = ""
+            while rows := self.catalog.index.page("", after, recovery.SLICE):
+                after = rows[-1].key
+                await self._files(writer.add, recovery.rows(rows))
+            free = list(self.catalog.free_slots()) if clean else []
+            await self._files(writer.finish, free, self.extras, clean)
+        except OSError:
+            await self._files(writer.abandon)
+            raise
 
     async def close(self) -> None:
-        """Write the last snapshot and give the directory up."""
+        """Write the last snapshot and give the directory up. Without one the next start reads the footers."""
         await self.reclaim([e for e in self.catalog.retired if not e.pins])
-        await self.checkpoint(clean=not self.catalog.retired)
+        try:
+            await self.checkpoint(clean=not self.catalog.retired)
+        except OSError as exc:
+            log.warning("%s: no snapshot: %s", self.config.path, exc.strerror)
         jobs.close_all(self.descriptors.clear())
         jobs.close_all(s.fd for s in self.catalog.free_slots() if s.fd >= 0)
         self.store.close()
