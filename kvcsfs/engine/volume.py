@@ -72,7 +72,7 @@ class Volume:
     async def _claim(self, names: Collection[str]) -> AsyncIterator[None]:
         """Be the only step that changes these keys. Takes all or waits, so that two steps can't wait for each other."""
         with trio.CancelScope(shield=True):
-            while blocked := next((self._claimed[n] for n in names if n in self._claimed), None):
+            while (blocked := next((self._claimed[n] for n in names if n in self._claimed), None)) is not None:
                 await blocked.wait()
             mine = trio.Event()
             self._claimed.update(dict.fromkeys(names, mine))
