@@ -113,7 +113,7 @@ class Volume:
         hits = [e for e in found if e is not None]
         self.catalog.pin(hits)
         table = self.descriptors.of(session.user)
-        cold = [e for e in hits if e not in table]
+        cold = list(dict.fromkeys(e for e in hits if e not in table))  # a key may come twice in a batch
         errors = await self._open_cold(table, cold, found) if cold else {}
         missed = found.count(None)
         self.counters["misses"] += missed
