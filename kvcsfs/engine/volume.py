@@ -291,6 +291,8 @@ class Volume:
             entry = self.catalog.index.get(old)
             if entry is None:
                 raise NotFoundError(f"{old!r} has no value")
+            if old == new:
+                return
             target = self.catalog.index.get(new)
             held = [entry] if target is None else [entry, target]
             self.catalog.pin(held)
