@@ -298,8 +298,10 @@ class Volume:
             self.catalog.pin(held)
             staged = Entry(new, entry.slot, entry.size, entry.checksum, self.store.number(), entry.created)
             failed = await self._files(jobs.rename, self.store, staged, target)
+            if failed is None and not entry.live:  # found to be gone or wrong meanwhile
+                failed = NotFoundError(f"{old!r} has no value")
             if failed is None:
-                if target is not None:
+                if target is not None and target.live:
                     self.catalog.remove(target)
                 self.catalog.rename(entry, new, staged.generation, keys.is_temporary(new))
             loose = self.catalog.unpin(held)
