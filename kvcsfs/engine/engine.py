@@ -15,7 +15,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import trio
 
@@ -233,6 +233,8 @@ class Engine:
                 positions.append(i)
             results.append(refusal or InvalidValueError("not reserved"))
         staged = await volume.reserve(session, [names[i] for i in positions], [sizes[i] for i in positions])
+        if session.closed:  # the connection went meanwhile
+            await self._give_up(volume, [s for s in staged if isinstance(s, Staged)])
         ttl = min(ttl_seconds, MAX_TTL_SECONDS) or MAX_TTL_SECONDS
         expires = trio.current_time() + ttl
         for i, outcome in zip(positions, staged, strict=True):
@@ -241,6 +243,13 @@ class Engine:
                 outcome.expires = expires
                 session.add(outcome)
         return results
+
+    async def _give_up(self, volume: Volume, staged: Sequence[Staged]) -> NoReturn:
+        """Undo reservations that nobody will hold. Raises ReservationError."""
+        for s in staged:
+            await volume.close_file(s)
+        await volume.abort(staged)
+        raise ReservationError("the session is closed")
 
     def _refusal(self, volume: Volume, name: str, size: int, if_exists: str) -> KvcsError | None:
         """Why a key can't be put, if so."""
@@ -302,7 +311,10 @@ class Engine:
         Raises CapacityError, BackingError, BusyError.
         """
         keys.check(name)
-        staged = await self.volume(index).stage_file(name)
+        volume = self.volume(index)
+        staged = await volume.stage_file(name)
+        if session.closed:
+            await self._give_up(volume, [staged])
         session.add(staged)
         session.reserved += staged.charged
         return staged
