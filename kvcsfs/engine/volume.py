@@ -57,6 +57,7 @@ class Volume:
         self._limiter = trio.CapacityLimiter(THREADS)
         self._claimed: dict[str, trio.Event] = {}
         self._reclaiming: set[Entry] = set()
+        self._keeping = 0  # bytes on the way to be free slots
         self._low = trio.Event()
         self._loose = trio.Event()
 
@@ -375,19 +376,21 @@ class Volume:
         entries = [e for e in entries if e not in self._reclaiming and e in self.catalog.retired]
         if not entries:
             return
+        hold = HELD_SLOTS - sum(s.fd >= 0 for s in self.catalog.free_slots()) - len(self._reclaiming)
         self._reclaiming.update(entries)
         limit = self.catalog.ledger.capacity // FREE_SLOTS_SHARE
         keep: list[bool] = []
-        total = self.catalog.ledger.free_slots
+        before = total = self.catalog.ledger.free_slots + self._keeping
         for entry in entries:
             fits = total + entry.charged <= limit
             total += entry.charged * fits
             keep.append(fits)
-        hold = HELD_SLOTS - sum(s.fd >= 0 for s in self.catalog.free_slots())
+        self._keeping += total - before
         try:
             results = await self._files(jobs.reclaim, self.store, entries, keep, hold, self.descriptors.take(entries))
         finally:
             self._reclaiming.difference_update(entries)
+            self._keeping -= total - before
         for entry, outcome in zip(entries, results, strict=True):
             if isinstance(outcome, OSError):
                 self.counters["io_errors"] += 1
