@@ -144,6 +144,7 @@ class Volume:
                 errors[i] = BackingError(f"opening an object file: {outcome.strerror}")
             elif entry.live:
                 self.catalog.remove(entry)
+                self._watch(self.index, [entry.key])
         self.release(lost)
         jobs.close_all(self.descriptors.surplus())
         return errors
