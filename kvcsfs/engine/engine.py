@@ -85,21 +85,23 @@ class Engine:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Recover in the background and serve; at the end write the snapshots. Sessions must be closed before."""
-        async with trio.open_nursery() as nursery:
+        try:
+            async with trio.open_nursery() as nursery:
+                for volume in self.volumes:
+                    nursery.start_soon(self._recover, volume)
+                    nursery.start_soon(volume.keep_room)
+                    nursery.start_soon(volume.reclaim_loose)
+                nursery.start_soon(self._expire)
+                nursery.start_soon(self._checkpoints)
+                try:
+                    yield
+                finally:
+                    nursery.cancel_scope.cancel()
+        finally:
+            for session in list(self._sessions):
+                await self.close_session(session)
             for volume in self.volumes:
-                nursery.start_soon(self._recover, volume)
-                nursery.start_soon(volume.keep_room)
-                nursery.start_soon(volume.reclaim_loose)
-            nursery.start_soon(self._expire)
-            nursery.start_soon(self._checkpoints)
-            try:
-                yield
-            finally:
-                nursery.cancel_scope.cancel()
-        for session in list(self._sessions):
-            await self.close_session(session)
-        for volume in self.volumes:
-            await volume.close()
+                await volume.close()
 
     async def _recover(self, volume: Volume) -> None:
         await volume.recover()
