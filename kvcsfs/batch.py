@@ -11,6 +11,7 @@ import contextlib
 import errno
 import fcntl
 import grp
+import itertools
 import logging
 import os
 import socket
@@ -307,7 +308,7 @@ class Connection:
                 bytes([0 if e.proven else wire.UNPROVEN for e in found]),
                 end < len(entries),
             )
-            carried = [fd for fd, _ in zip(fds, found, strict=False)]
+            carried = list(itertools.islice(fds, len(found)))
             await self._send(reply, carried, lambda: not opened.lease or opened.lease in session.leases)
 
     async def _reserve(self, request: wire.Reserve) -> None:
