@@ -16,7 +16,7 @@ import logging
 import os
 import socket
 import struct
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -189,7 +189,7 @@ class Connection:
         frames = wire.FrameBuffer()
         greeted = False
         try:
-            async for data in self._chunks():
+            while data := await self._receive():
                 for payload in frames.feed(data):
                     try:
                         request = wire.decode_request(payload)
@@ -205,16 +205,13 @@ class Connection:
             with contextlib.suppress(OSError), trio.move_on_after(1):
                 await self._send(wire.Failure(0, exc.errno, str(exc)))
 
-    async def _chunks(self) -> AsyncIterator[bytes]:
+    async def _receive(self) -> bytes:
+        """What has come, at least one byte; empty when the client is gone."""
         while True:
             try:
-                data = self._socket.recv(RECEIVE_BYTES)
+                return self._socket.recv(RECEIVE_BYTES)
             except BlockingIOError:
                 await trio.lowlevel.wait_readable(self._socket)
-                continue
-            if not data:
-                return
-            yield data
 
     async def _greet(self, request: wire.Request) -> None:
         if not isinstance(request, wire.Hello):
