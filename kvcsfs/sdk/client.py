@@ -119,22 +119,26 @@ class KvcsLowLevelClient:
         self._default_seconds = check_seconds("default_deadline_s", default_deadline_s)
         connect_seconds = check_seconds("connect_timeout_s", connect_timeout_s)
         report_seconds = check_seconds("perf_report_interval_sec", perf_report_interval_sec)
-        self._simple = Pool("simple", _limit("simple_workers", simple_workers, 2, 1024))
+        simple = Pool("simple", _limit("simple_workers", simple_workers, 2, 1024))
         meter = Meter() if enable_metrics or perf_report_interval_sec else None
         self._core = Core(
-            channel=Channel(path, connect_seconds, self._simple.submit),
+            channel=Channel(path, connect_seconds, simple.submit),
             getters=Pool("get", _limit("get_workers", get_workers, 4, 1024)),
             setters=Pool("set", _limit("set_workers", set_workers, 4, 1024)),
-            max_keys=_limit("max_keys_per_batch", max_keys_per_batch, 256, wire.MAX_KEYS),
+            max_keys=min(_limit("max_keys_per_batch", max_keys_per_batch, 256, 1 << 31), wire.MAX_KEYS),
             max_key_size=_limit("max_key_size", max_key_size, 256, wire.MAX_KEY_BYTES),
             max_value_size=_limit("max_value_size", max_value_size, 4 << 20, wire.MAX_VALUE_BYTES),
             verify_reads=bool(verify_reads),
             meter=meter,
         )
         self._metrics_on = bool(enable_metrics)
-        reporter = Reporter(meter, report_seconds, log_path) if meter and perf_report_interval_sec else None
+        reporter = (
+            Reporter(meter, report_seconds, log_path or None) if meter and perf_report_interval_sec else None
+        )
         _clients.add(self)
-        self._end = weakref.finalize(self, _end, self._core, self._simple, reporter)
+        self._pools: tuple[Pool, ...] = (self._core.getters, self._core.setters, simple)
+        self._end = weakref.finalize(self, _end, self._core.channel, self._pools, reporter)
+        self._end.atexit = False  # daemon threads and descriptors end with the process
 
     # -- the five calls
 
@@ -270,6 +274,9 @@ class KvcsLowLevelClient:
     def close(self) -> None:
         """End the connection and the workers; calls under way fail. Takes at most 5 s, and may be called again."""
         self._end()
+        deadline = Deadline(CLOSE_SECONDS)
+        for pool in self._pools:
+            pool.join(deadline)
 
     def __enter__(self) -> Self:
         return self
@@ -307,6 +314,7 @@ class KvcsLowLevelClient:
 
     def _forget(self) -> None:
         self._end.detach()
+        self._pools = ()
         self._core.channel.forget()
 
 
@@ -317,13 +325,10 @@ def _sizes(get: Get) -> list[int]:
     return [status if status > 0 else needed.get(i, 0) for i, status in enumerate(statuses)]
 
 
-def _end(core: Core, simple: Pool, reporter: Reporter | None) -> None:
+def _end(channel: Channel, pools: Sequence[Pool], reporter: Reporter | None) -> None:
+    """End everything without waiting, when a client is closed or collected."""
     if reporter is not None:
         reporter.close()
-    core.channel.close()
-    pools = (core.getters, core.setters, simple)
+    channel.close()
     for pool in pools:
         pool.close()
-    deadline = Deadline(CLOSE_SECONDS)
-    for pool in pools:
-        pool.join(deadline)

@@ -27,15 +27,17 @@ CONTROL_BYTES = socket.CMSG_SPACE(4 * wire.FDS_PER_FRAME) + socket.CMSG_SPACE(64
 
 
 def close_fds(fds: Sequence[int]) -> None:
-    """Close received descriptors: in one system call where their numbers run on, as they do in a quiet process."""
+    """Close received descriptors, a run of numbers in one system call: in a quiet process that is all of them."""
     if not fds:
         return
-    first = fds[0]
-    if len(fds) > 1 and list(fds) == list(range(first, first + len(fds))):
-        os.closerange(first, first + len(fds))
-        return
+    fds = sorted(fds)
+    first = end = fds[0]
     for fd in fds:
-        os.close(fd)
+        if fd != end:
+            os.closerange(first, end)
+            first = fd
+        end = fd + 1
+    os.closerange(first, end)
 
 
 class Frame:
@@ -174,6 +176,9 @@ class Connection:
             self.fail(exc)
             self._raise_error()  # the first reason: close() ends the connection too
             raise
+        except BaseException:
+            self.fail(KvcsUnavailableError("the connection was interrupted"))  # what was read may be lost
+            raise
         finally:
             with self._lock:
                 self._leading = False
@@ -293,6 +298,9 @@ class Connection:
                 del self._unsent[-len(frame) :]
                 self._forget_waiter(waiter)
             return sent
+        except BaseException:
+            self.fail(KvcsUnavailableError("the connection was interrupted"))  # nobody knows what was sent
+            raise
         finally:
             self._send_lock.release()
             self._send_posted()
