@@ -187,6 +187,8 @@ class Catalog:
             self.remove(replaced)
         self.index.add(entry)
         self.lru.add(entry)
+        if entry.pins:
+            self.pinned += charge(entry.size)
         self.ledger.move(charge(entry.size), "reserved", "committed")
         return replaced
 

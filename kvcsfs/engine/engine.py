@@ -312,24 +312,29 @@ class Engine:
 
     async def commit_file(
         self, session: Session, staged: Staged, name: str, size: int, checksum: bytes | None
-    ) -> Entry:
+    ) -> Opened:
         """Publish a staged file as the value of `name`, and close its descriptor. `checksum` None: read it again.
 
-        Raises what made it fail; then the file is gone, and the key as it was.
+        The new entry comes pinned under a lease, so that readers of the file lose nothing to an eviction. Raises
+        what made it fail; then the file is gone, and the key as it was.
         """
         session.pop(staged.token)
-        volume = staged.volume
+        volume, entry = staged.volume, staged.entry
         with trio.CancelScope(shield=True):
             try:
                 await volume.finish_file(staged, size, checksum)
             except KvcsError:
                 await volume.abort([staged])
                 raise
-            staged.entry.key, staged.entry.temporary = name, keys.is_temporary(name)
+            entry.key, entry.temporary = name, keys.is_temporary(name)
+            volume.catalog.pin([entry])
             (failed,) = await volume.commit(session.user, [staged])
-        if failed:
-            raise failed
-        return staged.entry
+            if failed:
+                await volume.release([entry])
+                raise failed
+        lease = next(self._leases)
+        session.leases[lease] = Lease(volume, [entry], renew=False)
+        return Opened(lease, [entry], {}, [volume.descriptors.of(session.user)[entry]])
 
     async def abort_file(self, session: Session, staged: Staged) -> None:
         """Give a staged file up, and close its descriptor."""
@@ -339,6 +344,24 @@ class Engine:
             await staged.volume.abort([staged])
 
     # -- looking and tending
+
+    async def find(self, index: int, name: str) -> Entry | None:
+        """The entry of a key as it is now, temporary ones too: no wait for writers, nothing renewed."""
+        return self.volume(index).catalog.index.get(name)
+
+    async def space(self, index: int) -> tuple[int, int, int]:
+        """Capacity, bytes that a put can have without an eviction, and entries."""
+        catalog = self.volume(index).catalog
+        return catalog.ledger.capacity, max(catalog.room, 0), len(catalog.index)
+
+    def settling(self, index: int) -> dict[str, trio.Event]:
+        """Keys whose writers on a mount have all flushed: requests for them wait a moment for the event."""
+        return self.volume(index).settling
+
+    def extras(self, index: int) -> dict[str, Any] | None:
+        """What faces keep in the snapshot, live and plain; None until it was read, at the end of recovery."""
+        volume = self.volume(index)
+        return None if volume.recovering else volume.extras
 
     async def usage(self, index: int, prefix: str) -> tuple[int, int, int]:
         """Entries, value bytes and charged bytes of the keys that start with `prefix`. O(1) for a directory."""
