@@ -11,6 +11,7 @@ import gc
 import itertools
 import logging
 import resource
+import secrets
 import time
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
@@ -73,7 +74,6 @@ class Engine:
                 volume.store.close()
             raise
         self._started = time.time()
-        self._leases = itertools.count(1)
         self._sessions: set[Session] = set()
 
     def _changed(self, index: int, names: Collection[str]) -> None:
@@ -89,7 +89,7 @@ class Engine:
             for volume in self.volumes:
                 nursery.start_soon(self._recover, volume)
                 nursery.start_soon(volume.keep_room)
-                nursery.start_soon(volume.retry_reclaim)
+                nursery.start_soon(volume.reclaim_loose)
             nursery.start_soon(self._expire)
             nursery.start_soon(self._checkpoints)
             try:
@@ -146,7 +146,7 @@ class Engine:
         self._sessions.discard(session)
         with trio.CancelScope(shield=True):
             for lease in list(session.leases):
-                await self.release(session, lease)
+                self.release(session, lease)
             await self.abort_many(session, list(session.staged))
 
     def volume(self, index: int) -> Volume:
@@ -154,7 +154,9 @@ class Engine:
         if self.config.backend == "direct":
             return self.volumes[0]
         if not 0 <= index < len(self.volumes):
-            raise MountpointError(f"mountpoint {index} isn't configured, expected 0 to {len(self.volumes) - 1}")
+            raise MountpointError(
+                f"mountpoint {index} isn't configured, expected 0 to {len(self.volumes) - 1}"
+            )
         return self.volumes[index]
 
     # -- reading
@@ -166,16 +168,26 @@ class Engine:
         volume = self.volume(index)
         if volume.settling:
             await volume.settled(names)
-        get = volume.catalog.index.get
-        found = [get(name) for name in names]
-        if not temporaries:
-            found = [None if e is None or e.temporary else e for e in found]
+        found = volume.lookup(names, temporaries)
         if renew:
             volume.catalog.touch([e for e in found if e is not None], time.time())
         return found
 
+    def is_ready(self, session: Session, index: int, names: Sequence[str]) -> bool:
+        """Whether `open_many` will answer at once, from descriptors that are open."""
+        if self.config.backend != "direct" and not 0 <= index < len(self.volumes):
+            return True
+        volume = self.volume(index)
+        table = volume.descriptors.of(session.user)
+        return not volume.settling and all(e is None or e in table for e in volume.lookup(names, False))
+
     async def open_many(
-        self, session: Session, index: int, names: Sequence[str], renew: bool = True, temporaries: bool = False
+        self,
+        session: Session,
+        index: int,
+        names: Sequence[str],
+        renew: bool = True,
+        temporaries: bool = False,
     ) -> Opened:
         """Look keys up and pin what is there, under one lease. With `renew` its release counts as a use."""
         volume = self.volume(index)
@@ -185,22 +197,22 @@ class Engine:
         hits = [e for e in entries if e is not None]
         if not hits:
             return Opened(0, entries, errors, [])
-        lease = next(self._leases)
+        lease = secrets.randbits(62) + 1  # can't be guessed, so it can't be released before it was sent
         session.leases[lease] = Lease(volume, hits, renew)
         if session.closed:  # the connection went while files were opened
-            await self.release(session, lease)
+            self.release(session, lease)
             raise ReservationError("the session is closed")
         table = volume.descriptors.of(session.user)
         return Opened(lease, entries, errors, [table[e] for e in hits])
 
-    async def release(self, session: Session, lease: int) -> None:
+    def release(self, session: Session, lease: int) -> None:
         """Give a lease back; an unknown one is nothing. Its entries count as used now."""
         held = session.leases.pop(lease, None)
         if held is None:
             return
         if held.renew:
             held.volume.catalog.touch(held.entries, time.time())
-        await held.volume.release(held.entries)
+        held.volume.release(held.entries)
 
     # -- writing
 
@@ -252,19 +264,25 @@ class Engine:
         return None
 
     async def commit_many(
-        self, session: Session, tokens: Sequence[int], checksums: Sequence[bytes], if_exists: str = "overwrite"
+        self,
+        session: Session,
+        tokens: Sequence[int],
+        checksums: Sequence[bytes],
+        if_exists: str = "overwrite",
     ) -> list[KvcsError | None]:
         """Publish staged objects; their descriptors are closed by now. What fails is aborted."""
         results: list[KvcsError | None] = []
         by_volume: dict[Volume, list[tuple[int, Staged]]] = {}
         for i, (token, checksum) in enumerate(zip(tokens, checksums, strict=True)):
             staged = session.pop(token)
-            results.append(None if staged else ReservationError(f"reservation {token} is unknown or has expired"))
+            results.append(
+                None if staged else ReservationError(f"reservation {token} is unknown or has expired")
+            )
             if staged:
                 staged.entry.checksum = checksum
                 by_volume.setdefault(staged.volume, []).append((i, staged))
         for volume, parts in by_volume.items():
-            outcomes = await volume.commit(session.user, [s for _, s in parts], if_exists)
+            outcomes = await volume.commit([s for _, s in parts], if_exists)
             for (i, _), outcome in zip(parts, outcomes, strict=True):
                 results[i] = outcome
         return results
@@ -311,12 +329,12 @@ class Engine:
         session.reserved += staged.charged - before
 
     async def commit_file(
-        self, session: Session, staged: Staged, name: str, size: int, checksum: bytes | None
+        self, session: Session, staged: Staged, name: str, size: int, checksum: bytes | None, hold: bool = False
     ) -> Opened:
         """Publish a staged file as the value of `name`, and close its descriptor. `checksum` None: read it again.
 
-        The new entry comes pinned under a lease, so that readers of the file lose nothing to an eviction. Raises
-        what made it fail; then the file is gone, and the key as it was.
+        With `hold` the new entry comes under a lease, so that those who read the file while it was written lose
+        nothing to an eviction. Raises what made it fail; then the file is gone, and the key as it was.
         """
         session.pop(staged.token)
         volume, entry = staged.volume, staged.entry
@@ -328,13 +346,17 @@ class Engine:
                 raise
             entry.key, entry.temporary = name, keys.is_temporary(name)
             volume.catalog.pin([entry])
-            (failed,) = await volume.commit(session.user, [staged])
+            (failed,) = await volume.commit([staged])
+            if failed or not hold:
+                volume.release([entry])
             if failed:
-                await volume.release([entry])
                 raise failed
-        lease = next(self._leases)
+            if not hold:
+                return Opened(0, [entry], {}, [])
+            fd = await volume.descriptor(session, entry)
+        lease = secrets.randbits(62) + 1
         session.leases[lease] = Lease(volume, [entry], renew=False)
-        return Opened(lease, [entry], {}, [volume.descriptors.of(session.user)[entry]])
+        return Opened(lease, [entry], {}, [fd])
 
     async def abort_file(self, session: Session, staged: Staged) -> None:
         """Give a staged file up, and close its descriptor."""
@@ -420,4 +442,3 @@ def raise_descriptor_limit() -> int:
     if soft < hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return hard if hard != resource.RLIM_INFINITY else 1 << 20
-

@@ -34,7 +34,14 @@ class Entry:
     )
 
     def __init__(
-        self, key: str, slot: int, size: int, checksum: bytes, generation: int, created: float, temporary: bool = False
+        self,
+        key: str,
+        slot: int,
+        size: int,
+        checksum: bytes,
+        generation: int,
+        created: float,
+        temporary: bool = False,
     ) -> None:
         self.key = key
         self.slot = slot

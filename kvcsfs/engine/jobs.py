@@ -100,20 +100,22 @@ def open_many(store: SlotStore, entries: Sequence[Entry]) -> list[int | OSError]
     return opened
 
 
-def seal_many(store: SlotStore, entries: Sequence[Entry], replaced: Sequence[Entry | None]) -> list[int | KvcsError]:
-    """Write each footer, then void that of the entry it replaces. A read-only descriptor each, or a failure."""
-    sealed: list[int | KvcsError] = []
+def seal_many(
+    store: SlotStore, entries: Sequence[Entry], replaced: Sequence[Entry | None]
+) -> list[KvcsError | None]:
+    """Write each footer, then void that of the entry it replaces. None, or why an object isn't committed."""
+    results: list[KvcsError | None] = []
     for entry, old in zip(entries, replaced, strict=True):
         try:
-            fd = store.seal(entry)
-            sealed.append(fd)
+            store.seal(entry)
             if old is not None:
                 store.void(old)
+            results.append(None)
         except KvcsError as exc:
-            sealed.append(exc)
+            results.append(exc)
         except OSError as exc:
-            sealed.append(failure(exc, "committing an object"))
-    return sealed
+            results.append(failure(exc, "committing an object"))
+    return results
 
 
 def finish_file(fd: int, size: int, checksum: bytes | None) -> bytes:

@@ -155,7 +155,12 @@ def _scan(store: SlotStore, known: dict[tuple[int, int], Row]) -> list[Entry]:
             continue
         row = known.get((slot, footer.generation))
         entry = Entry(
-            footer.key, slot, footer.size, footer.checksum, footer.generation, footer.created,
+            footer.key,
+            slot,
+            footer.size,
+            footer.checksum,
+            footer.generation,
+            footer.created,
             keys.is_temporary(footer.key),
         )
         entry.proven = False
@@ -168,4 +173,3 @@ def _scan(store: SlotStore, known: dict[tuple[int, int], Row]) -> list[Entry]:
         if other is not None:
             store.unlink(other.slot)
     return list(best.values())
-

@@ -86,7 +86,9 @@ class SlotStore:
             elif len(text) != 3 or text[0] != "kvcsfs" or not text[1].isdigit():
                 raise ConfigError(f"{name}: not a kvcsfs data directory; give an empty directory")
             elif int(text[1]) > VERSION:
-                raise ConfigError(f"{name}: format {text[1]}, this version reads up to {VERSION}; use a newer kvcsfs")
+                raise ConfigError(
+                    f"{name}: format {text[1]}, this version reads up to {VERSION}; use a newer kvcsfs"
+                )
             else:
                 self.store_id = text[2]
         except BlockingIOError:
@@ -185,7 +187,7 @@ class SlotStore:
         except FileNotFoundError:
             return None
         try:
-            if os.fstat(fd).st_size == size and is_sole(fd, fcntl.F_WRLCK, without_leases=False):
+            if is_sole(fd, without_leases=False):
                 write_all(fd, footer.VOID, size - BLOCK)
                 return fd
         except OSError:
@@ -195,25 +197,25 @@ class SlotStore:
         self.unlink(slot)
         return None
 
-    def seal(self, entry: Entry) -> int:
-        """Write the footer of a staged object: the commit. Return a read-only descriptor.
+    def seal(self, entry: Entry) -> None:
+        """Write the footer of a staged object: the commit.
 
         Raises:
-            BusyError: somebody can still write the file. InvalidValueError: its size isn't what was reserved.
+            BusyError: somebody still has the file open. InvalidValueError: its size isn't what was reserved.
         """
         size = charge(entry.size)
-        fd = self.open_read(entry.slot)
+        fd = os.open(self._path(entry.slot), os.O_RDWR | _FLAGS, dir_fd=self._slots)
         try:
             stat = os.fstat(fd)
             if stat.st_size != size or stat.st_blocks * 512 > size + ALLOCATION_SLACK:
-                raise InvalidValueError(f"{entry.key!r}: the object has {stat.st_size} B, {size} B were reserved")
-            if not is_sole(fd, fcntl.F_RDLCK, without_leases=True):
-                raise BusyError(f"{entry.key!r}: somebody still has the new object open for writing")
-            self.write_footer(entry)
-        except BaseException:
+                raise InvalidValueError(
+                    f"{entry.key!r}: the object has {stat.st_size} B, {size} B were reserved"
+                )
+            if not is_sole(fd, without_leases=True):
+                raise BusyError(f"{entry.key!r}: somebody still has the new object open")
+            write_all(fd, footer.of(entry), size - BLOCK)
+        finally:
             os.close(fd)
-            raise
-        return fd
 
     def write_footer(self, entry: Entry) -> None:
         """Write the footer of an entry in place."""
@@ -271,13 +273,13 @@ def sync_directory(path: Path) -> None:
         os.close(fd)
 
 
-def is_sole(fd: int, kind: int, without_leases: bool) -> bool:
-    """The kernel's proof: F_WRLCK, nobody else has the file open; F_RDLCK, nobody has it open for writing.
+def is_sole(fd: int, without_leases: bool) -> bool:
+    """The kernel's proof that nobody else has the file of this writable descriptor open, in whatever way.
 
-    `without_leases` is the answer where the file system has none. Source: fcntl(2).
+    `without_leases` is the answer where the file system has none. Source: fcntl(2), F_SETLEASE.
     """
     try:
-        fcntl.fcntl(fd, fcntl.F_SETLEASE, kind)
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
     except BlockingIOError:
         return False

@@ -51,13 +51,24 @@ class Volume:
         self.settling: dict[str, trio.Event] = {}  # keys whose writers on the mount have all flushed
         self.extras: dict[str, Any] = {}  # what faces keep in the snapshot
         self.counters = dict.fromkeys(
-            ("hits", "misses", "puts", "deletes", "evictions", "evicted_bytes", "checksum_errors", "io_errors"), 0
+            (
+                "hits",
+                "misses",
+                "puts",
+                "deletes",
+                "evictions",
+                "evicted_bytes",
+                "checksum_errors",
+                "io_errors",
+            ),
+            0,
         )
         self._watch = watch
         self._limiter = trio.CapacityLimiter(THREADS)
         self._claimed: dict[str, trio.Event] = {}
         self._reclaiming: set[Entry] = set()
         self._low = trio.Event()
+        self._loose = trio.Event()
 
     # -- plumbing
 
@@ -94,6 +105,13 @@ class Volume:
 
     # -- reading
 
+    def lookup(self, names: Sequence[str], temporaries: bool) -> list[Entry | None]:
+        """The entries of keys."""
+        get = self.catalog.index.get
+        if temporaries:
+            return [get(name) for name in names]
+        return [None if (e := get(name)) is None or e.temporary else e for name in names]
+
     async def open(
         self, session: Session, names: Sequence[str], temporaries: bool
     ) -> tuple[list[Entry | None], dict[int, KvcsError]]:
@@ -101,10 +119,7 @@ class Volume:
 
         The second result has the positions whose object file can't be opened; nothing is pinned for those.
         """
-        get = self.catalog.index.get
-        found = [get(name) for name in names]
-        if not temporaries:
-            found = [None if e is None or e.temporary else e for e in found]
+        found = self.lookup(names, temporaries)
         hits = [e for e in found if e is not None]
         self.catalog.pin(hits)
         table = self.descriptors.of(session.user)
@@ -138,19 +153,30 @@ class Volume:
                 errors[i] = BackingError(f"opening an object file: {outcome.strerror}")
             elif entry.live:
                 self.catalog.remove(entry)
-        await self.release(lost)
+        self.release(lost)
         jobs.close_all(self.descriptors.surplus())
         return errors
 
-    async def release(self, entries: Sequence[Entry]) -> None:
-        """Give pins back; what left the index meanwhile is reclaimed."""
-        loose = self.catalog.unpin(entries)
-        if loose:
-            await self.reclaim(loose)
+    async def descriptor(self, session: Session, entry: Entry) -> int:
+        """The session's descriptor of a pinned entry. Raises BackingError, and the pin is gone."""
+        table = self.descriptors.of(session.user)
+        if entry not in table:
+            found: list[Entry | None] = [entry]
+            errors = await self._open_cold(table, [entry], found)
+            if found[0] is None:
+                raise errors.get(0) or BackingError("opening an object file: it is gone")
+        return table[entry]
+
+    def release(self, entries: Sequence[Entry]) -> None:
+        """Give pins back; what left the index meanwhile is reclaimed in the background."""
+        if self.catalog.unpin(entries):
+            self._loose.set()
 
     # -- writing
 
-    async def reserve(self, session: Session, names: Sequence[str], sizes: Sequence[int]) -> list[Staged | KvcsError]:
+    async def reserve(
+        self, session: Session, names: Sequence[str], sizes: Sequence[int]
+    ) -> list[Staged | KvcsError]:
         """Promise bytes and a staged file for each key, in order, evicting as needed."""
         self._check_ready()
         results: list[Staged | KvcsError] = [CapacityError("the connection's share is reserved")] * len(names)
@@ -170,7 +196,7 @@ class Volume:
         for j, outcome in prepared.items():
             i = positions[j]
             if isinstance(outcome, KvcsError):
-                self.catalog.ledger.move(charges[j], "reserved", None)
+                self.catalog.unreserve(charges[j])
                 session.reserved -= charges[j]
                 self.counters["io_errors"] += 1
                 results[i] = outcome
@@ -180,34 +206,31 @@ class Volume:
             results[i] = Staged(self, entry, fd)
         for j in plan.refused:
             session.reserved -= charges[j]
-            results[positions[j]] = CapacityError(
-                f"need {charges[j]} B, {max(self.catalog.obtainable, 0)} B can be had, {self.catalog.pinned} B are pinned"
-            )
+            results[positions[j]] = self._no_room(charges[j])
         self._keep_stuck(stuck)
         self._wake_evictor()
         return results
 
-    def _keep_stuck(self, victims: Iterable[Entry]) -> None:
-        """Victims whose files can't be removed stay counted, and are tried again later."""
-        for victim in victims:
-            self.counters["io_errors"] += 1
-            self.catalog.ledger.move(victim.charged, None, "retired")
-            self.catalog.retired.add(victim)
+    def _no_room(self, size: int) -> CapacityError:
+        can = max(self.catalog.obtainable, 0)
+        return CapacityError(f"need {size} B, {can} B can be had, readers hold {self.catalog.pinned} B")
 
-    async def commit(
-        self, user: int, staged: Sequence[Staged], if_exists: str = "overwrite"
-    ) -> list[KvcsError | None]:
+    def _keep_stuck(self, victims: Collection[Entry]) -> None:
+        """Victims whose files can't be removed stay counted, and are tried again later."""
+        self.counters["io_errors"] += len(victims)
+        self.catalog.keep_stuck(victims)
+
+    async def commit(self, staged: Sequence[Staged], if_exists: str = "overwrite") -> list[KvcsError | None]:
         """Publish staged objects whose checksums are set. What fails is aborted; the keys stand as they were."""
         results: list[KvcsError | None] = [None] * len(staged)
         last = {s.entry.key: i for i, s in enumerate(staged)}
         async with self._claim(last):
-            await self._commit_claimed(user, staged, if_exists, results, last)
+            await self._commit_claimed(staged, if_exists, results, last)
         self._wake_evictor()
         return results
 
     async def _commit_claimed(
         self,
-        user: int,
         staged: Sequence[Staged],
         if_exists: str,
         results: list[KvcsError | None],
@@ -233,21 +256,18 @@ class Volume:
         held = [old for old in olds if old is not None]
         self.catalog.pin(held)
         sealed = await self._files(jobs.seal_many, self.store, entries, olds)
-        table = self.descriptors.of(user)
         committed: list[Entry] = []
         for i, entry, outcome in zip(positions, entries, sealed, strict=True):
-            if isinstance(outcome, KvcsError):
+            if outcome is not None:
                 results[i] = outcome
                 self.counters["io_errors"] += isinstance(outcome, BackingError)
                 dropped.append(entry)
                 continue
             self.catalog.insert(entry)
-            table[entry] = outcome
             committed.append(entry)
         self.catalog.lru.touch(reversed(committed))
         self.counters["puts"] += len(committed)
         self._watch(self.index, [e.key for e in committed])
-        jobs.close_all(self.descriptors.surplus())
         self.catalog.retire_staged(dropped)
         await self.reclaim([*dropped, *self.catalog.unpin(held)])
 
@@ -315,7 +335,7 @@ class Volume:
         try:
             slot, fd = await self._files(jobs.create_file, self.store)
         except KvcsError:
-            self.catalog.ledger.move(charge(0), "reserved", None)
+            self.catalog.unreserve(charge(0))
             raise
         entry = Entry(key, slot, 0, b"", 0, 0.0, keys.is_temporary(key))
         return Staged(self, entry, fd)
@@ -342,16 +362,18 @@ class Volume:
         victims = plan.victims
         self._evicted(victims)
         if plan.refused:
-            raise CapacityError(f"need {size} B, {max(self.catalog.obtainable, 0)} B can be had")
+            raise self._no_room(size)
         if victims or plan.drop:
-            _, stuck = await self._files(jobs.prepare, self.store, plan, [size], self.descriptors.take(victims))
+            _, stuck = await self._files(
+                jobs.prepare, self.store, plan, [size], self.descriptors.take(victims)
+            )
             self._keep_stuck(stuck)
         self._wake_evictor()
 
     async def finish_file(self, staged: Staged, size: int, checksum: bytes | None) -> None:
         """Cut a grown file to its size, give the rest of its reservation back, and set its checksum; closes `fd`."""
         staged.entry.checksum = await self._files(jobs.finish_file, staged.fd, size, checksum)
-        self.catalog.ledger.move(staged.charged - charge(size), "reserved", None)
+        self.catalog.unreserve(staged.charged - charge(size))
         staged.entry.size = size
 
     async def close_file(self, staged: Staged) -> None:
@@ -437,10 +459,12 @@ class Volume:
             missing -= entry.charged
         return batch
 
-    async def retry_reclaim(self) -> None:
-        """Background: try again what could not be removed."""
+    async def reclaim_loose(self) -> None:
+        """Background: reclaim what readers let go, and try again what could not be removed."""
         while True:
-            await trio.sleep(RETRY_SECONDS)
+            with trio.move_on_after(RETRY_SECONDS):
+                await self._loose.wait()
+            self._loose = trio.Event()
             await self.reclaim([e for e in self.catalog.retired if not e.pins])
 
     # -- verification
@@ -461,7 +485,7 @@ class Volume:
                 self.catalog.remove(entry)
             self._watch(self.index, [e.key for e in wrong])
             await self._discard(wrong)
-        await self.release(held)
+        self.release(held)
         return [e.size if e is not None and e.live else 0 for e in entries]
 
     # -- start and stop
@@ -471,13 +495,11 @@ class Volume:
         found = await trio.to_thread.run_sync(recovery.recover, self.store, limiter=self._limiter)
         self.catalog.load(found.entries)
         for slot in found.free_slots:
-            self.catalog.ledger.move(slot.size, None, "free_slots")
             self.catalog.add_free(slot)
         self.extras.update(found.extras)
         while batch := self._oldest(-self.catalog.room):
             await self._evict(batch)
-        while self.catalog.ledger.free < 0 and (free := self.catalog.pop_free()):
-            self.catalog.ledger.move(free.size, "free_slots", None)
+        while self.catalog.ledger.free < 0 and (free := self.catalog.drop_free()):
             await self._files(jobs.drop, self.store, free)
         self.recovering = False
 
@@ -495,6 +517,7 @@ class Volume:
 
     async def close(self) -> None:
         """Write the last snapshot and give the directory up."""
+        await self.reclaim([e for e in self.catalog.retired if not e.pins])
         await self.checkpoint(clean=not self.catalog.retired)
         jobs.close_all(self.descriptors.clear())
         jobs.close_all(s.fd for s in self.catalog.free_slots() if s.fd >= 0)
@@ -524,4 +547,3 @@ class Volume:
     def check(self) -> None:
         """Assert the invariants."""
         self.catalog.check()
-

@@ -1,0 +1,96 @@
+"""Starting a daemon, or a peer's server, for the time of one benchmark."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from kvcsfs.bench.errors import BenchError
+
+START_S = 60.0
+STOP_S = 30.0
+
+
+@contextlib.contextmanager
+def own_daemon(data: Path, capacity: int) -> Iterator[str]:
+    """A daemon of our own on the new directory `data`; gives its socket's path.
+
+    Raises:
+        BenchError: it did not start; with the last line that it said.
+    """
+    data.mkdir(parents=True)
+    with tempfile.TemporaryDirectory(prefix="kvcs-bench-") as directory:  # short, as a socket's path must be
+        path = str(Path(directory) / "socket")
+        command = [sys.executable, "-m", "kvcsfs.cli", "serve", "--data", str(data)]
+        with running([*command, "--capacity", str(capacity), "--socket", path], says("kvcsfs ready")):
+            yield path
+
+
+@contextlib.contextmanager
+def running(command: Sequence[str], answers: Callable[[subprocess.Popen[str]], bool]) -> Iterator[None]:
+    """A process for the time of the block, entered once it `answers` (see `says` and `listens`).
+
+    It has a session of its own, so that a Ctrl-C doesn't end it before the benchmark has cleaned up.
+    """
+    with tempfile.TemporaryFile() as errors:
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
+        )
+        try:
+            if not answers(process):
+                errors.seek(0)
+                said = errors.read().decode(errors="replace").strip().splitlines()
+                raise BenchError(f"{command[0]} did not start: {said[-1] if said else 'it said nothing'}")
+            yield
+        finally:
+            process.terminate()
+            try:
+                process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def says(ready: str) -> Callable[[subprocess.Popen[str]], bool]:
+    """Wait until a line of its stdout contains `ready`."""
+
+    def answers(process: subprocess.Popen[str]) -> bool:
+        ended = threading.Event()
+        found = []
+
+        def read() -> None:
+            assert process.stdout
+            with process.stdout:
+                for line in process.stdout:  # to its end, since a full pipe would stop the process
+                    if ready in line:
+                        found.append(line)
+                        ended.set()
+            ended.set()
+
+        threading.Thread(target=read, daemon=True).start()
+        ended.wait(START_S)
+        return bool(found)
+
+    return answers
+
+
+def listens(port: int) -> Callable[[subprocess.Popen[str]], bool]:
+    """Wait until it accepts connections on a local port; for a server that says nothing."""
+
+    def answers(process: subprocess.Popen[str]) -> bool:
+        end = time.monotonic() + START_S
+        while process.poll() is None and time.monotonic() < end:
+            with contextlib.suppress(OSError):
+                socket.create_connection(("127.0.0.1", port), timeout=1).close()
+                return True
+            time.sleep(0.05)
+        return False
+
+    return answers

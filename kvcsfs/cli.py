@@ -1,0 +1,207 @@
+"""The `kvcsfs` command: arguments to the daemon, or to a request of the socket. One line on stderr for an error.
+
+Exit status: 0 done, 1 failed, 2 wrong arguments or configuration.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from kvcsfs import __version__, wire
+from kvcsfs.config import format_size, load, parse_size
+from kvcsfs.control import Control, default_socket
+from kvcsfs.errors import ConfigError, KvcsError
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"kvcsfs: {message}; see '{self.prog} --help'\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `kvcsfs ls | head` ends quietly
+    arguments = _parser().parse_args(argv)
+    try:
+        arguments.run(arguments)
+    except ConfigError as exc:
+        print(f"kvcsfs: {exc}", file=sys.stderr)
+        return 2
+    except KvcsError as exc:
+        print(f"kvcsfs: {exc}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="kvcsfs", description="A KV-cache store for large-model inference.")
+    parser.add_argument("--version", action="version", version=f"kvcsfs {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    serve = commands.add_parser("serve", help="run the daemon in the foreground")
+    serve.add_argument("--config", type=Path, metavar="FILE", help="TOML configuration; flags override it")
+    serve.add_argument("--data", metavar="DIR", help="backing directory of mountpoint 0")
+    serve.add_argument(
+        "--capacity", metavar="SIZE", help='its capacity: "100GiB", bytes, or "80%%" of the file system'
+    )
+    serve.add_argument(
+        "--mount", metavar="DIR", help="where to mount the store; without it only the socket is served"
+    )
+    serve.add_argument("--socket", metavar="PATH", help="socket of the batch face")
+    serve.add_argument("--metrics", metavar="ADDR:PORT", help="serve Prometheus metrics")
+    serve.set_defaults(run=_serve)
+
+    status = _command(commands, "status", "show what the daemon holds and does", _status)
+    status.add_argument("--json", action="store_true", help="print JSON")
+
+    usage = _command(commands, "usage", "entries and bytes below a prefix", _usage)
+    usage.add_argument("prefix", nargs="?", default="", metavar="PREFIX")
+    usage.add_argument("--json", action="store_true", help="print JSON")
+
+    ls = _command(commands, "ls", "list keys, a line each", _ls)
+    ls.add_argument("prefix", nargs="?", default="", metavar="PREFIX")
+    ls.add_argument("--json", action="store_true", help="print one JSON object a line")
+
+    rm = _command(commands, "rm", "delete keys", _rm)
+    rm.add_argument("keys", nargs="*", metavar="KEY")
+    rm.add_argument("--prefix", metavar="PREFIX", help="delete every key that starts with PREFIX")
+
+    evict = _command(commands, "evict", "evict the least recently used entries", _evict)
+    evict.add_argument("prefix", nargs="?", default="", metavar="PREFIX")
+    evict.add_argument(
+        "--bytes", type=_size, metavar="SIZE", help="how much to free; without it all below PREFIX"
+    )
+    evict.add_argument("--all", action="store_true", help="needed to evict everything")
+    return parser
+
+
+def _command(commands: Any, name: str, text: str, run: Any) -> argparse.ArgumentParser:
+    command: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
+    command.add_argument("--socket", metavar="PATH", default=default_socket(), help="the daemon's socket")
+    command.add_argument(
+        "--mountpoint", type=int, default=0, metavar="N", help="mountpoint index (pooled backend)"
+    )
+    command.set_defaults(run=run)
+    return command
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as exc:
+        raise argparse.ArgumentTypeError(str(exc)) from None
+
+
+def _serve(arguments: argparse.Namespace) -> None:
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    flags = {name: getattr(arguments, name) for name in ("data", "capacity", "mount", "socket", "metrics")}
+    config = load(arguments.config, flags)
+    try:
+        from kvcsfs.daemon import run  # the SDK's install has no trio
+    except ModuleNotFoundError as exc:
+        raise ConfigError(
+            f"the daemon needs {exc.name}; install it with: pip install 'kvcsfs[daemon]'"
+        ) from exc
+    run(config)
+
+
+def _status(arguments: argparse.Namespace) -> None:
+    with Control(arguments.socket) as control:
+        status = control.ask(wire.Status(2), wire.StatusReply).status
+    if arguments.json:
+        print(json.dumps(status, indent=2))
+        return
+    print(f"kvcsfs {status['version']}, up {status['uptime_seconds']:.0f} s, {status['sessions']} sessions")
+    for m in status["mountpoints"]:
+        print(f"mountpoint {m['index']}: {m['path']} ({m['state']})")
+        print(
+            f"  {m['entries']} entries, {format_size(m['used_bytes'])} of {format_size(m['capacity_bytes'])} used"
+        )
+        parts = ("committed", "reserved", "retired", "free_slot")
+        print("  " + ", ".join(f"{p.replace('_', ' ')} {format_size(m[p + '_bytes'])}" for p in parts))
+        counters = ("hits", "misses", "puts", "deletes", "evictions", "checksum_errors", "io_errors")
+        print("  " + ", ".join(f"{m[c]} {c.replace('_', ' ')}" for c in counters))
+
+
+def _usage(arguments: argparse.Namespace) -> None:
+    with Control(arguments.socket) as control:
+        usage = control.ask(wire.Usage(2, arguments.mountpoint, arguments.prefix), wire.UsageReply)
+    if arguments.json:
+        figures = {
+            "entries": usage.entries,
+            "value_bytes": usage.value_bytes,
+            "charged_bytes": usage.charged_bytes,
+        }
+        print(json.dumps({"prefix": arguments.prefix, **figures}))
+    else:
+        print(
+            f"{usage.entries} entries, {format_size(usage.value_bytes)} of values, "
+            f"{format_size(usage.charged_bytes)} with padding and footers"
+        )
+
+
+def _pages(control: Control, mountpoint: int, prefix: str) -> Iterator[wire.ListedEntry]:
+    after, more = "", True
+    while more:
+        reply = control.ask(wire.List(2, mountpoint, prefix, after, wire.MAX_KEYS), wire.ListReply)
+        yield from reply.entries
+        more = reply.more
+        after = reply.entries[-1].key if reply.entries else ""
+
+
+def _ls(arguments: argparse.Namespace) -> None:
+    with Control(arguments.socket) as control:
+        for e in _pages(control, arguments.mountpoint, arguments.prefix):
+            if arguments.json:
+                row = {"key": e.key, "size": e.size, "created": e.created, "checksum": e.checksum.hex()}
+                print(json.dumps(row))
+            else:
+                created = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(e.created))
+                print(f"{e.size:>14} {created} {_printable(e.key)}")
+
+
+def _printable(key: str) -> str:
+    return key if key.isprintable() else key.encode("unicode_escape").decode()
+
+
+def _rm(arguments: argparse.Namespace) -> None:
+    if bool(arguments.keys) == bool(arguments.prefix):
+        raise ConfigError("rm: expected keys, or --prefix PREFIX")
+    with Control(arguments.socket) as control:
+        if arguments.prefix:
+            reply = control.ask(wire.Remove(2, arguments.mountpoint, arguments.prefix), wire.EvictReply)
+            print(f"deleted {reply.entries} entries, {format_size(reply.charged_bytes)}")
+            return
+        missing = []
+        for start in range(0, len(arguments.keys), wire.MAX_KEYS):
+            keys = arguments.keys[start : start + wire.MAX_KEYS]
+            statuses = control.ask(wire.Delete(2, arguments.mountpoint, keys), wire.DeleteReply).statuses
+            missing += [key for key, status in zip(keys, statuses, strict=True) if status]
+    if missing:
+        raise KvcsError(
+            f"rm: no value under {_printable(missing[0])}"
+            + f" and {len(missing) - 1} others" * (len(missing) > 1)
+        )
+
+
+def _evict(arguments: argparse.Namespace) -> None:
+    if not (arguments.prefix or arguments.bytes or arguments.all):
+        raise ConfigError("evict: expected PREFIX, --bytes SIZE or --all")
+    with Control(arguments.socket) as control:
+        request = wire.Evict(2, arguments.mountpoint, arguments.prefix, arguments.bytes or 0)
+        reply = control.ask(request, wire.EvictReply)
+    print(f"evicted {reply.entries} entries, {format_size(reply.charged_bytes)}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,135 @@
+"""The daemon: the one place that builds the engine and its faces and runs them together."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING
+
+import trio
+
+from kvcsfs.batch import BatchFace
+from kvcsfs.config import Config
+from kvcsfs.engine.engine import Engine
+from kvcsfs.errors import ConfigError
+
+if TYPE_CHECKING:
+    from prometheus_client import Metric
+
+    from kvcsfs.fuse.mount import Mount
+
+log = logging.getLogger(__name__)
+
+STOP_SECONDS = 60.0  # then the process ends whatever still hangs
+
+
+def run(config: Config) -> None:
+    """Serve until SIGTERM or SIGINT. Raises ConfigError when it can't start."""
+    try:
+        trio.run(_serve, config, restrict_keyboard_interrupt_to_checkpoints=True)
+    except* ConfigError as group:
+        raise _first(group) from None
+
+
+def _first(group: BaseExceptionGroup[ConfigError]) -> BaseException:
+    exc: BaseException = group
+    while isinstance(exc, BaseExceptionGroup):
+        exc = exc.exceptions[0]
+    return exc
+
+
+async def _serve(config: Config) -> None:
+    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        engine = Engine(config)
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(engine.running())
+            face = BatchFace(engine, config.socket, config.socket_group)
+            if config.metrics:
+                stack.callback(_serve_metrics(engine, config.metrics))
+            nursery = await stack.enter_async_context(trio.open_nursery())
+            nursery.start_soon(face.serve)
+            mount = await _mount(engine, config, nursery)
+            _announce(config)
+            async for number in signals:
+                log.info("stopping on %s", signal.Signals(number).name)
+                break
+            notify("STOPPING=1")
+            _bound_the_stop()
+            face.stop()
+            if mount is not None:
+                await mount.stop()
+
+
+async def _mount(engine: Engine, config: Config, nursery: trio.Nursery) -> Mount | None:
+    if config.mount is None:
+        return None
+    from kvcsfs.fuse.mount import Mount  # a store without a mount works without pyfuse3's library
+
+    mount = Mount(engine, config.mount)
+    await mount.start(nursery)
+    return mount
+
+
+def _announce(config: Config) -> None:
+    where = f"socket={config.socket}" + (f" mount={config.mount}" if config.mount else "")
+    print(f"kvcsfs ready {where}", flush=True)
+    notify(f"READY=1\nSTATUS=serving, {where}")
+
+
+def _bound_the_stop() -> None:
+    """A file call that never returns can't be cancelled; every committed value is on disk without us."""
+
+    def give_up() -> None:
+        log.error("not stopped after %.0f s, ending anyway", STOP_SECONDS)
+        os._exit(1)
+
+    timer = threading.Timer(STOP_SECONDS, give_up)
+    timer.daemon = True
+    timer.start()
+
+
+def notify(state: str) -> None:
+    """Tell systemd, if it started us. Source: sd_notify(3)."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if not address:
+        return
+    if address.startswith("@"):
+        address = "\0" + address[1:]
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
+            sock.sendto(state.encode(), address)
+    except OSError as exc:
+        log.warning("systemd could not be told %s: %s", state.splitlines()[0], exc.strerror)
+
+
+def _serve_metrics(engine: Engine, address: str) -> Callable[[], None]:
+    """Serve Prometheus metrics over HTTP; returns what stops it. Raises ConfigError."""
+    from prometheus_client import CollectorRegistry, start_http_server  # not needed without metrics
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+    class Collector:
+        def collect(self) -> Iterator[Metric]:
+            mountpoints = engine.status()["mountpoints"]
+            for name in [k for k, v in mountpoints[0].items() if isinstance(v, int) and k != "index"]:
+                counter = name in engine.volumes[0].counters
+                family = CounterMetricFamily if counter else GaugeMetricFamily
+                metric = family(
+                    f"kvcsfs_{name}", f"{name.replace('_', ' ')} of a mountpoint", labels=["mountpoint"]
+                )
+                for mountpoint in mountpoints:
+                    metric.add_metric([str(mountpoint["index"])], mountpoint[name])
+                yield metric
+
+    registry = CollectorRegistry()
+    registry.register(Collector())
+    host, _, port = address.rpartition(":")
+    try:
+        server, _ = start_http_server(int(port), addr=host, registry=registry)
+    except OSError as exc:
+        raise ConfigError(f"metrics: can't listen at {address}: {exc.strerror}") from exc
+    return server.shutdown
