@@ -329,7 +329,13 @@ class Engine:
         session.reserved += staged.charged - before
 
     async def commit_file(
-        self, session: Session, staged: Staged, name: str, size: int, checksum: bytes | None, hold: bool = False
+        self,
+        session: Session,
+        staged: Staged,
+        name: str,
+        size: int,
+        checksum: bytes | None,
+        hold: bool = False,
     ) -> Opened:
         """Publish a staged file as the value of `name`, and close its descriptor. `checksum` None: read it again.
 
@@ -369,7 +375,8 @@ class Engine:
 
     async def find(self, index: int, name: str) -> Entry | None:
         """The entry of a key as it is now, temporary ones too: no wait for writers, nothing renewed."""
-        return self.volume(index).catalog.index.get(name)
+        found: Entry | None = self.volume(index).catalog.index.get(name)
+        return found
 
     async def space(self, index: int) -> tuple[int, int, int]:
         """Capacity, bytes that a put can have without an eviction, and entries."""

@@ -29,8 +29,8 @@ class Namespace:
         self._empty: dict[str, Attributes] = data.setdefault("empty", {})
         self._values: dict[str, Attributes] = data.setdefault("values", {})
         self._pending: dict[str, Attributes] = {}
-        self._directories: SortedDict[str, None] = SortedDict.fromkeys(self._made)
-        self._names: SortedDict[str, None] = SortedDict.fromkeys(self._empty)
+        self._directories: SortedDict[str, bool] = SortedDict.fromkeys(self._made, True)
+        self._names: SortedDict[str, bool] = SortedDict.fromkeys(self._empty, True)
 
     # -- looking
 
@@ -72,7 +72,7 @@ class Namespace:
     def make(self, path: str, attributes: Attributes) -> None:
         """Record a directory, with attributes that replace what it had."""
         self._made[path] = attributes
-        self._directories[path] = None
+        self._directories[path] = True
 
     def changed(self, path: str, now_ns: int) -> None:
         """Something in a directory came or went through the mount: from now on it stays without keys, too."""
@@ -98,7 +98,7 @@ class Namespace:
     def create(self, key: str, attributes: Attributes) -> None:
         """Record a file that somebody begins to write."""
         self._pending[key] = attributes
-        self._names[key] = None
+        self._names[key] = True
 
     def set_file(self, key: str, changes: Attributes) -> None:
         """Set attributes of a file."""
@@ -108,14 +108,15 @@ class Namespace:
                 return
         self._values[key] = changes
 
-    def set_empty(self, key: str) -> None:
+    def set_empty(self, key: str, written_ns: int) -> None:
         """A file is closed, and has no bytes."""
-        self._empty[key] = self.forget(key)
-        self._names[key] = None
+        times = {"mtime_ns": written_ns, "atime_ns": written_ns, "ctime_ns": written_ns}
+        self._empty[key] = {**times, **_since(written_ns, self.forget(key))}
+        self._names[key] = True
 
-    def set_value(self, key: str) -> None:
-        """A file has a value now."""
-        if attributes := self.forget(key):
+    def set_value(self, key: str, written_ns: int) -> None:
+        """A file has a value now, of which the last byte was written at some time."""
+        if attributes := _since(written_ns, self.forget(key)):
             self._values[key] = attributes
 
     def forget(self, key: str) -> Attributes:
@@ -123,7 +124,7 @@ class Namespace:
         self._names.pop(key, None)
         found: Attributes = {}
         for files in (self._pending, self._empty, self._values):
-            found = files.pop(key, None) or found
+            found = files.pop(key, found)
         return found
 
     def move_file(self, old: str, new: str) -> None:
@@ -134,7 +135,7 @@ class Namespace:
                 files[new] = files.pop(old)
         if old in self._names:
             del self._names[old]
-            self._names[new] = None
+            self._names[new] = True
 
     def check(self) -> None:
         """Assert the invariant."""
@@ -142,3 +143,10 @@ class Namespace:
         assert set(self._names) == set(self._pending) | set(self._empty)
         assert not set(self._pending) & set(self._empty)
         assert not set(self._names) & set(self._values)
+
+
+def _since(written_ns: int, attributes: Attributes) -> Attributes:
+    """What stays of attributes: a write sets new times, so only times that were set after it count."""
+    if attributes.get("ctime_ns", 0) >= written_ns:
+        return attributes
+    return {name: value for name, value in attributes.items() if not name.endswith("time_ns")}

@@ -98,7 +98,7 @@ class Inodes:
     """
 
     def __init__(self) -> None:
-        self._next = itertools.count(pyfuse3.ROOT_INODE)
+        self._next = itertools.count(int(pyfuse3.ROOT_INODE))
         self._numbers: dict[int, Node] = {}
         self.files: dict[tuple[int, str], File] = {}
         self.directories: dict[tuple[int, str], Directory] = {}
@@ -127,8 +127,10 @@ class Inodes:
         return node
 
     def move(self, node: File | Directory, path: str, parent: Directory, name: bytes) -> None:
-        """Give a node another path, which is free."""
+        """Give a node another path; what has it so far loses it."""
         if isinstance(node, File):
+            if other := self.files.get((node.index, path)):
+                self.detach(other, {})
             del self.files[node.index, node.key]
             node.key = path
             self.files[node.index, path] = node

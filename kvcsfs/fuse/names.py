@@ -1,6 +1,6 @@
 """Names: the reversible escape between the components of keys and the names in a directory. Pure.
 
-Every name is as its component, but for those that a path can't hold. A leading `%` and one of `0 . + - = %` mark a form:
+Every name is as its component, but for those that a path can't hold. `%` and one of `0 . + - = %` begin a form:
 
     %0             the empty component
     %. %..         the components "." and ".."; `%.mountpoints` at the top, where `.mountpoints` is the store's own
