@@ -343,10 +343,10 @@ class Volume:
     async def grow(self, staged: Staged, size: int) -> None:
         """Reserve for at least `size` bytes, doubling to keep the steps few. Raises CapacityError; nothing changes."""
         have = staged.charged
+        if charge(size) <= have:
+            return
         for wanted in (max(size, 2 * staged.entry.size, 16 * BLOCK), size):
             extra = charge(wanted) - have
-            if extra <= 0:
-                return
             try:
                 await self._make_room(extra)
             except CapacityError:

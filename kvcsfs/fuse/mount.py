@@ -99,6 +99,11 @@ class Mount:
             else:
                 unmount(self._path)
 
+    def check(self) -> None:
+        """Assert the invariants."""
+        self._tree.inodes.check()
+        self._tree.check()
+
 
 def prepare(path: Path) -> None:
     """See that a directory can be mounted on: clear a dead mount of ours, make it if need be. Raises ConfigError."""

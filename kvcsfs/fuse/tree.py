@@ -171,3 +171,8 @@ class Tree:
                 return None
             handle.chunks.add(encoded[depth])
         return encoded[depth]
+
+    def check(self) -> None:
+        """Assert the invariants of the namespaces."""
+        for namespace in self._namespaces.values():
+            namespace.check()
