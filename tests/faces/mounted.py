@@ -12,6 +12,15 @@ import sys
 from pathlib import Path
 from typing import Any, Self
 
+import trio
+import xxhash
+
+from kvcsfs.config import Config, MountpointConfig
+from kvcsfs.engine.engine import Engine
+from kvcsfs.engine.session import Staged
+from kvcsfs.errors import ConfigError
+from kvcsfs.fuse.mount import Mount
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -84,87 +93,79 @@ class Mounted:
         self.process.communicate()
 
 
-def main() -> None:
-    """Serve."""
-    import trio
+class Server:
+    """The other end: an engine, a mount, and what requests do to them."""
 
-    from kvcsfs.config import Config, MountpointConfig
-    from kvcsfs.engine.engine import Engine
-    from kvcsfs.engine.session import Staged
-    from kvcsfs.errors import ConfigError
-    from kvcsfs.fuse.mount import Mount
+    def __init__(self, data: Path, path: Path, capacity: int, count: int) -> None:
+        folders = [data / str(i) for i in range(count)]
+        for folder in folders:
+            folder.mkdir(parents=True, exist_ok=True)
+        backend = "pooled" if count > 1 else "direct"
+        self.engine = Engine(Config(tuple(MountpointConfig(f, capacity) for f in folders), backend=backend))
+        self.session = self.engine.session(0)
+        self.mount = Mount(self.engine, path)
 
-    data, path, capacity, count = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s %(message)s")
-    folders = [data / str(i) for i in range(count)]
-    for folder in folders:
-        folder.mkdir(parents=True, exist_ok=True)
-    backend = "pooled" if count > 1 else "direct"
-    engine = Engine(Config(tuple(MountpointConfig(f, capacity) for f in folders), backend=backend))
-    session = engine.session(0)
+    async def serve(self) -> None:
+        """Answer until stdin ends."""
+        async with self.engine.running(), trio.open_nursery() as nursery:
+            await self.engine.recovered()
+            await self.mount.start(nursery)
+            print("ready", flush=True)
+            while line := await trio.to_thread.run_sync(sys.stdin.readline):
+                request = json.loads(line)
+                print(json.dumps(await getattr(self, request.pop("call"))(**request)), flush=True)
+            await self.mount.stop()
 
-    async def put(key: str, value: str, index: int) -> None:
-        import xxhash
-
+    async def put(self, key: str, value: str, index: int) -> None:
         raw = value.encode("latin-1")
-        (staged,) = await engine.reserve_many(session, index, [key], [len(raw)])
+        (staged,) = await self.engine.reserve_many(self.session, index, [key], [len(raw)])
         assert isinstance(staged, Staged), staged
         os.pwrite(staged.fd, raw, 0)
         os.close(staged.fd)
-        (failed,) = await engine.commit_many(session, [staged.token], [xxhash.xxh3_128_digest(raw)])
+        checksum = xxhash.xxh3_128_digest(raw)
+        (failed,) = await self.engine.commit_many(self.session, [staged.token], [checksum])
         assert failed is None, failed
 
-    async def get(key: str, index: int) -> str | None:
-        opened = await engine.open_many(session, index, [key])
+    async def get(self, key: str, index: int) -> str | None:
+        opened = await self.engine.open_many(self.session, index, [key])
         (entry,) = opened.entries
         if entry is None:
             return None
         value = os.pread(opened.fds[0], entry.size, 0)
-        engine.release(session, opened.lease)
-        import xxhash
-
+        self.engine.release(self.session, opened.lease)
         assert xxhash.xxh3_128_digest(value) == entry.checksum
         return value.decode("latin-1")
 
-    async def serve() -> None:
-        async with engine.running(), trio.open_nursery() as nursery:
-            await engine.recovered()
-            mount = Mount(engine, path)
-            await mount.start(nursery)
-            print("ready", flush=True)
+    async def delete(self, key: str) -> None:
+        await self.engine.delete_many(0, [key])
 
-            async def answer(request: dict[str, Any]) -> Any:
-                match request.pop("call"):
-                    case "put":
-                        return await put(**request)
-                    case "get":
-                        return await get(**request)
-                    case "delete":
-                        await engine.delete_many(0, [request["key"]])
-                    case "evict":
-                        return await engine.evict(0, request["prefix"], 0)
-                    case "status":
-                        return engine.status()
-                    case "check":
-                        engine.check()
-                        mount.check()
-                    case "fail":  # the next call of an engine method raises what no handler expects
-                        name = request["method"]
-                        real = getattr(engine, name)
+    async def evict(self, prefix: str) -> tuple[int, int]:
+        return await self.engine.evict(0, prefix, 0)
 
-                        async def broken(*args: object, **kwargs: object) -> None:
-                            setattr(engine, name, real)
-                            raise ZeroDivisionError("injected")
+    async def status(self) -> dict[str, Any]:
+        return self.engine.status()
 
-                        setattr(engine, name, broken)
-                return None
+    async def check(self) -> None:
+        self.engine.check()
+        self.mount.check()
 
-            while line := await trio.to_thread.run_sync(sys.stdin.readline):
-                print(json.dumps(await answer(json.loads(line))), flush=True)
-            await mount.stop()
+    async def fail(self, method: str) -> None:
+        """The next call of an engine method raises what no handler expects."""
+        real = getattr(self.engine, method)
 
+        async def broken(*args: object, **kwargs: object) -> None:
+            setattr(self.engine, method, real)
+            raise ZeroDivisionError("injected")
+
+        setattr(self.engine, method, broken)
+
+
+def main() -> None:
+    """Serve; a failure to start is one line."""
+    data, path, capacity, count = sys.argv[1:]
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s %(message)s")
     try:
-        trio.run(serve)
+        trio.run(Server(Path(data), Path(path), int(capacity), int(count)).serve)
     except* ConfigError as group:
         found: BaseException = group
         while isinstance(found, BaseExceptionGroup):

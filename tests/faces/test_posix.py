@@ -116,7 +116,7 @@ def test_a_deleted_value_stays_readable_where_it_is_open(store, folder):
         assert file.read() == b"q" * MIB
         assert os.fstat(file.fileno()).st_size == MIB
     with fails(errno.ENOENT):
-        open(path, "rb")
+        path.read_bytes()
     eventually(lambda: not path.exists())
     assert folder.is_dir()
 
@@ -254,10 +254,9 @@ def test_reading_while_somebody_writes(folder):
 
 def test_a_reader_from_before_the_commit_outlives_a_delete(store, folder):
     path = folder / "v"
-    writer = open(path, "wb", buffering=0)
-    writer.write(b"a" * 100_000)
-    reader = os.open(path, os.O_RDONLY)
-    writer.close()
+    with open(path, "wb", buffering=0) as writer:
+        writer.write(b"a" * 100_000)
+        reader = os.open(path, os.O_RDONLY)
     assert store.get(key(path, store)) is not None
     store.delete(key(path, store))
     assert os.pread(reader, 200_000, 0) == b"a" * 100_000
@@ -318,12 +317,15 @@ def test_private_and_shared_maps(store, folder):
     path = folder / "v"
     data = os.urandom(300_000)
     path.write_bytes(data)
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ) as area:
+    with (
+        open(path, "rb") as file,
+        mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ) as area,
+    ):
         store.delete(key(path, store))
         assert area[:] == data
-    with open(path, "w+b") as file:
-        file.truncate(8192)
-        with mmap.mmap(file.fileno(), 0) as area:
+    with open(path, "w+b") as shared:
+        shared.truncate(8192)
+        with mmap.mmap(shared.fileno(), 0) as area:
             area[4000:4200] = b"m" * 200
     assert store.get(key(path, store)) == bytes(4000) + b"m" * 200 + bytes(8192 - 4200)
 
@@ -449,18 +451,18 @@ def test_errors_of_names(folder):
     with fails(errno.ENOENT):
         os.unlink(folder / "none")
     with fails(errno.ENAMETOOLONG):
-        open(folder / ("x" * 256), "wb")
+        Path(folder / ("x" * 256)).touch()
     with fails(errno.EILSEQ):
-        open(os.fsencode(folder) + b"/\xff", "wb")
+        os.open(os.fsencode(folder) + b"/\xff", os.O_CREAT)
     with fails(errno.EINVAL):
-        open(folder / "%0x", "wb")
+        Path(folder / "%0x").touch()
     (folder / ("x" * 255)).write_bytes(b"x")
     deep = folder
     for _ in range(3):
         deep = deep / ("d" * 250)
         deep.mkdir()
     with fails(errno.ENAMETOOLONG):
-        open(deep / ("x" * 255), "wb")
+        Path(deep / ("x" * 255)).touch()
     (folder / "f").write_bytes(b"x")
     with fails(errno.ENOTEMPTY):
         os.rmdir(folder)
@@ -567,7 +569,12 @@ def test_tools(store, folder):
     ran = subprocess.run(["cp", "-a", source, folder / "dst"], capture_output=True, text=True, check=True)
     assert ran.stderr == ""
     found = (folder / "dst" / "one").stat()
-    assert (found.st_mtime_ns, stat.S_IMODE(found.st_mode), found.st_uid, found.st_gid) == (10**18, 0o640, 12, 34)
+    assert (found.st_mtime_ns, stat.S_IMODE(found.st_mode), found.st_uid, found.st_gid) == (
+        10**18,
+        0o640,
+        12,
+        34,
+    )
     used = subprocess.run(["du", "-sB1", folder / "dst"], capture_output=True, text=True, check=True)
     assert used.stdout.split()[0] == str(12288 + 4096)
     subprocess.run(["find", folder, "-name", "one"], check=True, capture_output=True)
@@ -621,13 +628,15 @@ def test_an_exception_in_one_operation_is_one_error(own, method):
         lambda: os.statvfs(store.path),
         lambda: (store.path / "w").write_bytes(b"another"),
         lambda: os.listdir(store.path),
-        lambda: (store.path / "v").read_bytes(),
+        (store.path / "v").read_bytes,
     ):
         try:
             act()
         except OSError as exc:
             errors.append(exc.errno)
-    assert errors in ([errno.EIO], []) and (errors or method == "commit_file")  # a release's error reaches nobody
+    assert errors in ([errno.EIO], []) and (
+        errors or method == "commit_file"
+    )  # a release's error reaches nobody
     assert (store.path / "v").read_bytes() == b"value"
     (store.path / "w").write_bytes(b"again")
     assert (store.path / "w").read_bytes() == b"again"
@@ -646,7 +655,7 @@ def test_a_stop_keeps_what_was_closed_and_drops_what_was_not(own):
     assert store.stop() == ""
     with fails(errno.ENOTCONN):
         os.write(fd, b"x")
-    with pytest.raises(OSError):
+    with fails(errno.ENOTCONN):
         os.close(fd)
     store.start()
     assert sorted(os.listdir(store.path)) == ["empty", "made", "v"]
@@ -665,7 +674,7 @@ def test_a_killed_daemon_leaves_a_mount_that_the_next_one_clears(own, tmp_path):
         os.listdir(store.path)
     store.start()
     assert (store.path / "v").read_bytes() == b"value"
-    with pytest.raises(RuntimeError, match="no mount: .*busy mount point.*\n$"):
+    with pytest.raises(RuntimeError, match=r"no mount: .*busy mount point.*\n$"):
         Mounted(tmp_path / "other", store.path)
     assert store.stop() == ""
     assert str(store.path) not in Path("/proc/self/mounts").read_text()
