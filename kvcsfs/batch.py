@@ -222,7 +222,8 @@ class Connection:
         if request.version != wire.PROTOCOL_VERSION:
             raise ProtocolError(f"protocol version {request.version}, expected {wire.PROTOCOL_VERSION}")
         mountpoints = [
-            wire.MountpointInfo(v.index, v.config.capacity, v.store.in_memory) for v in self._engine.volumes
+            wire.MountpointInfo(v.index, v.config.capacity, v.store.in_memory, v.store.align)
+            for v in self._engine.volumes
         ]
         await self._send(
             wire.HelloReply(
@@ -309,7 +310,7 @@ class Connection:
                 first,
                 sizes,
                 b"".join([e.checksum for e in found]),
-                bytes([0 if e.proven else wire.UNPROVEN for e in found]),
+                bytes([e.flags & wire.UNPROVEN for e in found]),
                 end < len(entries),
             )
             await self._send(

@@ -6,13 +6,14 @@ import itertools
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 
 from kvcs import KvcsLowLevelClient
-from kvcsfs.bench.dataset import Caller, Dataset, chunks, clean, fill
+from kvcsfs.bench.dataset import Caller, Dataset, chunks, clean, fill, reach
 from kvcsfs.bench.environment import Environment, Node, open_client
 from kvcsfs.bench.interrupts import uninterrupted
 from kvcsfs.bench.measure import Sample, latency, touched_buffers
@@ -60,6 +61,7 @@ class Result:
     max_ms: float
     misses: int
     errors: int
+    error: str  # the one that most of them were
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,9 @@ class Matrix:
 
     def run(self) -> Generator[Result, None, None]:
         """One result a cell, as they come."""
+        for node in self._environment.nodes:
+            with self._open(node, 0, self._groups[0].dataset) as client:
+                reach(client)
         with Progress(sum(len(g.cells) for g in self._groups)) as bar:
             for group in self._groups:
                 yield from self._run_group(group, bar)
@@ -169,17 +174,22 @@ class Matrix:
         return _result(cell, dataset, count, samples, seconds)
 
     def _steady(self, callers: Sequence[Caller], cell: Cell) -> tuple[list[Sample], float]:
-        """Every caller at once, warm-up first; the calls begun after it, and how long they took together."""
+        """Every caller at once, warm-up first; the calls begun after it, and how long they took together.
+
+        Each caller makes one such call at least, however long a call takes.
+        """
         begin = time.perf_counter() + self._environment.warm_up_s
         end = begin + self._environment.duration_s
 
         def work(caller: Caller) -> Iterator[Sample]:
-            yield caller.call(cell.op, cell.read_share)
-            while time.perf_counter() < end:
-                yield caller.call(cell.op, cell.read_share)
+            while True:
+                sample = caller.call(cell.op, cell.read_share)
+                yield sample
+                if sample.start >= begin and time.perf_counter() >= end:
+                    return
 
         samples = [s for s in self._together(callers, work) if s.start >= begin]
-        return samples, max((s.start + s.seconds for s in samples), default=end) - begin
+        return samples, max(s.start + s.seconds for s in samples) - begin
 
     def _delete_rounds(
         self, callers: Sequence[Caller], clients: Sequence[KvcsLowLevelClient], dataset: Dataset, cell: Cell
@@ -240,13 +250,12 @@ class Matrix:
         with uninterrupted():
             for node in self._environment.nodes:
                 with self._open(node, 0, dataset) as client:
-                    clean(client, dataset.keys())
+                    clean(client, dataset.keys)
 
 
 def _result(cell: Cell, dataset: Dataset, callers: int, samples: Sequence[Sample], seconds: float) -> Result:
-    # A cell without a call that began after the warm-up has no throughput to tell.
-    rate = 1 / seconds if seconds > 0 else 0.0
-    good = sum(s.keys - s.errors for s in samples)
+    failures: Counter[str] = sum((s.failures for s in samples), Counter())
+    good = sum(s.keys for s in samples) - failures.total()
     return Result(
         op=cell.op,
         value_size=dataset.label,
@@ -256,9 +265,10 @@ def _result(cell: Cell, dataset: Dataset, callers: int, samples: Sequence[Sample
         batch_size=cell.batch_size,
         seconds=seconds,
         batches=len(samples),
-        keys_per_s=good * rate,
-        mb_per_s=sum(s.bytes for s in samples) * rate / 1e6,
+        keys_per_s=good / seconds,
+        mb_per_s=sum(s.bytes for s in samples) / seconds / 1e6,
         **asdict(latency(s.seconds for s in samples)),
         misses=sum(s.misses for s in samples),
-        errors=sum(s.errors for s in samples),
+        errors=failures.total(),
+        error=failures.most_common(1)[0][0] if failures else "",
     )

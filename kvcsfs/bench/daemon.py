@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 import subprocess
 import sys
@@ -12,10 +13,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from kvcs import KvcsLowLevelClient, LLPutItem
 from kvcsfs.bench.errors import BenchError
 
 START_S = 60.0
 STOP_S = 30.0
+PROBE = "kvcs-bench/probe"
 
 
 @contextlib.contextmanager
@@ -30,7 +33,19 @@ def own_daemon(data: Path, capacity: int) -> Iterator[str]:
         path = str(Path(directory) / "socket")
         command = [sys.executable, "-m", "kvcsfs.cli", "serve", "--data", str(data)]
         with running([*command, "--capacity", str(capacity), "--socket", path], says("kvcsfs ready")):
+            _settle(path)
             yield path
+
+
+def _settle(path: str) -> None:
+    """Wait until a new daemon takes puts: while it recovers, though there is nothing yet, it refuses them."""
+    end = time.monotonic() + START_S
+    with KvcsLowLevelClient(path) as client:
+        while client.ll_batch_put([LLPutItem(key=PROBE, value=b"?")])[0].status == -errno.EBUSY:
+            if time.monotonic() > end:
+                raise BenchError(f"the daemon still recovers after {START_S:.0f} s")
+            time.sleep(0.01)
+        client.ll_batch_delete([PROBE])
 
 
 @contextlib.contextmanager

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import functools
 import os
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol
 
-from kvcs import KvcsError, KvcsLowLevelClient, LLGetItemOpt, LLPutItem
+from kvcs import KvcsError, KvcsLowLevelClient, KvcsTimeoutError, LLGetItemOpt, LLPutItem
 from kvcsfs.bench.errors import BenchError
 from kvcsfs.bench.measure import Sample
 from kvcsfs.config import format_size
@@ -35,12 +39,14 @@ class Dataset:
         """Bytes of the largest value."""
         return max(self.sizes)[0]
 
+    @functools.cached_property
     def keys(self) -> list[str]:
         """All keys, in order."""
         return [f"{self.prefix}/{i:010d}" for i in range(self.count)]
 
+    @functools.cached_property
     def value_sizes(self) -> list[int]:
-        """The size of each value; the same at every call."""
+        """The size of each value; the same in every run."""
         sizes, weights = zip(*self.sizes, strict=True)
         return random.Random(0).choices(sizes, weights, k=self.count)  # noqa: S311 - a load, not a secret
 
@@ -55,7 +61,7 @@ class Caller:
         self, client: KvcsLowLevelClient, dataset: Dataset, buffers: Sequence[memoryview], number: int = 0
     ) -> None:
         self.client = client
-        self._keys, self._sizes = dataset.keys(), dataset.value_sizes()
+        self._keys, self._sizes = dataset.keys, dataset.value_sizes
         self.buffers = buffers
         self._random = random.Random(number)  # noqa: S311 - a load, not a secret
         self._next = self._random.randrange(dataset.count)
@@ -76,61 +82,52 @@ class Caller:
     def get(self, indexes: Sequence[int]) -> Sample:
         """Read values into the buffers."""
         items = [LLGetItemOpt(key=self._keys[i]) for i in indexes]
-
-        def call() -> tuple[int, int, int]:
-            statuses = [
-                r.status for r in self.client.ll_batch_get_into_items(items, self.buffers[: len(items)])
-            ]
-            return sum(s for s in statuses if s > 0), statuses.count(0), sum(s < 0 for s in statuses)
-
-        return _timed(call, len(items))
+        buffers = self.buffers[: len(items)]
+        return _sample(lambda: self.client.ll_batch_get_into_items(items, buffers), len(items), missed=0)
 
     def put(self, indexes: Sequence[int]) -> Sample:
         """Write values from the buffers."""
         views = [b[: self._sizes[i]] for b, i in zip(self.buffers, indexes, strict=False)]
         items = [LLPutItem(key=self._keys[i], value=v) for i, v in zip(indexes, views, strict=True)]
-
-        def call() -> tuple[int, int, int]:
-            statuses = [r.status for r in self.client.ll_batch_put(items)]
-            return (
-                sum(len(v) for v, s in zip(views, statuses, strict=True) if s == 0),
-                0,
-                sum(s < 0 for s in statuses),
-            )
-
-        return _timed(call, len(items))
+        sample = _sample(lambda: self.client.ll_batch_put(items), len(items), missed=None)
+        share = (sample.keys - sample.errors) / sample.keys
+        return replace(sample, bytes=int(share * sum(map(len, views))))
 
     def query(self, indexes: Sequence[int]) -> Sample:
         """Look keys up."""
         keys = [self._keys[i] for i in indexes]
-
-        def call() -> tuple[int, int, int]:
-            statuses = [r.status for r in self.client.ll_batch_query(keys)]
-            misses = statuses.count("not_found")
-            return 0, misses, len(statuses) - misses - statuses.count("ok")
-
-        return _timed(call, len(keys))
+        return _sample(lambda: self.client.ll_batch_query(keys), len(keys), missed="not_found")
 
     def delete(self, indexes: Sequence[int]) -> Sample:
         """Delete keys; one that is absent is a miss."""
         keys = [self._keys[i] for i in indexes]
-
-        def call() -> tuple[int, int, int]:
-            statuses = [r.status for r in self.client.ll_batch_delete(keys)]
-            misses = statuses.count(-errno.ENOENT)
-            return 0, misses, sum(s < 0 for s in statuses) - misses
-
-        return _timed(call, len(keys))
+        return _sample(lambda: self.client.ll_batch_delete(keys), len(keys), missed=-errno.ENOENT)
 
 
-def _timed(call: Callable[[], tuple[int, int, int]], keys: int) -> Sample:
-    """Time a call that answers (bytes moved, misses, errors)."""
+class _HasStatus(Protocol):
+    @property
+    def status(self) -> int | str: ...
+
+
+def _sample(call: Callable[[], Sequence[_HasStatus]], keys: int, missed: int | str | None) -> Sample:
+    """Time a call and count what came of its keys; `missed` is the status of a miss, > 0 is bytes read."""
     start = time.perf_counter()
     try:
-        moved, misses, errors = call()
-    except KvcsError:
-        moved, misses, errors = 0, 0, keys
-    return Sample(start, time.perf_counter() - start, keys, moved, misses, errors)
+        results = call()
+        seconds = time.perf_counter() - start
+        statuses = [result.status for result in results]
+    except KvcsError as exc:
+        seconds = time.perf_counter() - start
+        statuses = [-exc.errno] * keys
+    failures = Counter(
+        _name(s) for s in statuses if s not in {missed, "ok"} and (isinstance(s, str) or s < 0)
+    )
+    moved = sum(s for s in statuses if isinstance(s, int) and s > 0)
+    return Sample(start, seconds, keys, moved, sum(s == missed for s in statuses), failures)
+
+
+def _name(status: int | str) -> str:
+    return status if isinstance(status, str) else errno.errorcode.get(-status, str(status))
 
 
 def chunks(count: int, size: int) -> list[Sequence[int]]:
@@ -144,7 +141,7 @@ def fill(client: KvcsLowLevelClient, dataset: Dataset, buffers: Sequence[memoryv
     Raises:
         BenchError: a value could not be stored.
     """
-    keys, sizes = dataset.keys(), dataset.value_sizes()
+    keys, sizes = dataset.keys, dataset.value_sizes
     for indexes in chunks(dataset.count, len(buffers)):
         items = [LLPutItem(key=keys[i], value=b[: sizes[i]]) for i, b in zip(indexes, buffers, strict=False)]
         for result in client.ll_batch_put(items):
@@ -166,3 +163,13 @@ def clean(client: KvcsLowLevelClient, keys: Sequence[str]) -> None:
     ]
     if left:
         raise BenchError(f"{len(left)} keys such as {left[0].key} are left: {os.strerror(-left[0].status)}")
+
+
+def reach(client: KvcsLowLevelClient) -> None:
+    """See that a daemon is there, before anything that it would have to clean up.
+
+    Raises:
+        KvcsUnavailableError: it is not.
+    """
+    with contextlib.suppress(KvcsTimeoutError):  # a slow one is there
+        client.ll_batch_query(["kvcs-bench"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,8 +22,13 @@ class Sample:
     seconds: float
     keys: int
     bytes: int
-    misses: int = 0
-    errors: int = 0
+    misses: int
+    failures: Counter[str]  # by the name of the errno, or a query's status
+
+    @property
+    def errors(self) -> int:
+        """Keys that failed."""
+        return self.failures.total()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +64,7 @@ def touched_buffers(count: int, size: int) -> Iterator[list[memoryview]]:
     """
     content = os.urandom(min(size, 1 << 20))
     with BufferPool(count, size).take(count) as buffers:
-        views = [memoryview(buffer) for buffer in buffers]
+        views = [buffer[:size] for buffer in buffers]  # the pool rounds up to pages
         for view in views:
             for offset in range(0, size, len(content)):
                 part = view[offset : offset + len(content)]

@@ -17,7 +17,7 @@ import msgspec
 import xxhash
 
 from kvcs import KvcsLowLevelClient, KvcsTimeoutError, LLGetItemOpt, LLPutItem
-from kvcsfs.bench.dataset import clean
+from kvcsfs.bench.dataset import clean, reach
 from kvcsfs.bench.errors import BenchError
 from kvcsfs.bench.interrupts import uninterrupted
 from kvcsfs.bench.measure import latency, touched_buffers
@@ -128,6 +128,7 @@ class Replay:
         Raises:
             BenchError: the store gave a value that isn't the block's.
         """
+        reach(self._client)
         longest = max(len(r.hash_ids) for r in requests)
         try:
             with touched_buffers(longest, self._size) as buffers, Progress(len(requests)) as bar:

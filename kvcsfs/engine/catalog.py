@@ -67,10 +67,8 @@ class Catalog:
 
     def touch(self, entries: Sequence[Entry], now: float) -> None:
         """Count a use of each entry. The last is refreshed first, so that of a prefix chain the tail goes first."""
-        step = now
-        for entry in reversed(entries):
-            step += 1e-7  # keeps the order within the batch when it is restored from times
-            entry.used = step
+        for entry in entries:
+            entry.used = now
             entry.hits += 1
         self.lru.touch(reversed(entries))
 
@@ -113,36 +111,45 @@ class Catalog:
         plan = Plan()
         ledger = self.ledger
         victims = self.victims()
+        free = ledger.free
         for i, charged in enumerate(charges):
-            if charged > ledger.free and charged > self.obtainable:
+            if free < charged and charged > self.obtainable:
                 plan.refused.append(i)
                 continue
             if files and (slot := self._pop_free(charged)):
                 plan.reuse[i] = slot
                 ledger.free_slots -= charged
-                ledger.reserved += charged
-                continue
-            while ledger.free < charged and (other := self.drop_free()):
-                plan.drop.append(other)
-            recycled = self._evict_for(i, charged, plan, victims, files)
-            if files and not recycled:
-                plan.create.append(i)
+            else:
+                while free < charged and (other := self.drop_free()):
+                    plan.drop.append(other)
+                    free += other.size
+                if free < charged:
+                    free += self._evict_for(charged - free, charged, i, plan, victims, files)
+                if files and i not in plan.recycle:
+                    plan.create.append(i)
+                free -= charged
             ledger.reserved += charged
         return plan
 
-    def _evict_for(self, i: int, charged: int, plan: Plan, victims: Iterator[Entry], files: bool) -> bool:
-        """Evict until `charged` bytes are free; True if the last victim's slot has that size and is recycled."""
-        ledger = self.ledger
-        while ledger.free < charged:
+    def _evict_for(
+        self, missing: int, charged: int, i: int, plan: Plan, victims: Iterator[Entry], files: bool
+    ) -> int:
+        """Evict until `missing` bytes are free, and return how many are.
+
+        With `files` a victim whose slot has the size `charged` is recycled for position i, and is the last.
+        """
+        freed = 0
+        while freed < missing:
             victim = next(victims)
             self._leave(victim)
             size = charge(victim.size)
-            ledger.committed -= size
+            self.ledger.committed -= size
+            freed += size
             if files and size == charged:
                 plan.recycle[i] = victim
-                return True
+                break
             plan.unlink.append(victim)
-        return False
+        return freed
 
     def victims(self) -> Iterator[Entry]:
         """Yield entries in the order of eviction; one that somebody reads is passed over."""
@@ -216,10 +223,11 @@ class Catalog:
         self.index.remove(entry)
         self.lru.remove(entry)
 
-    def rename(self, entry: Entry, key: str, generation: int, temporary: bool) -> None:
+    def rename(self, entry: Entry, key: str, generation: int) -> None:
         """Move an entry to a key that is free; its place in the order of use and its pins stay."""
         self.index.remove(entry)
-        entry.key, entry.generation, entry.temporary = key, generation, temporary
+        entry.rename(key)
+        entry.generation = generation
         self.index.add(entry)
 
     def reclaimed(self, entry: Entry, kept: FreeSlot | None) -> None:

@@ -232,21 +232,22 @@ class Engine:
         volume = self.volume(index)
         if volume.settling:
             await volume.settled(names)
-        results: list[Staged | KvcsError] = []
-        positions: list[int] = []
-        for i, (name, size) in enumerate(zip(names, sizes, strict=True)):
-            refusal = self._refusal(volume, name, size, if_exists)
-            if refusal is None:
-                positions.append(i)
-            results.append(refusal or InvalidValueError("not reserved"))
-        staged = await volume.reserve(session, [names[i] for i in positions], [sizes[i] for i in positions])
-        ttl = min(ttl_seconds, MAX_TTL_SECONDS) or MAX_TTL_SECONDS
-        expires = trio.current_time() + ttl
-        for i, outcome in zip(positions, staged, strict=True):
-            results[i] = outcome
+        refused = {
+            i: refusal
+            for i, (name, size) in enumerate(zip(names, sizes, strict=True))
+            if (refusal := self._refusal(volume, name, size, if_exists))
+        }
+        if refused:
+            names = [name for i, name in enumerate(names) if i not in refused]
+            sizes = [size for i, size in enumerate(sizes) if i not in refused]
+        results = await volume.reserve(session, names, sizes)
+        expires = trio.current_time() + (min(ttl_seconds, MAX_TTL_SECONDS) or MAX_TTL_SECONDS)
+        for outcome in results:
             if isinstance(outcome, Staged):
                 outcome.expires = expires
                 session.add(outcome)
+        for i, refusal in refused.items():
+            results.insert(i, refusal)
         return results
 
     def _refusal(self, volume: Volume, name: str, size: int, if_exists: str) -> KvcsError | None:
@@ -350,7 +351,7 @@ class Engine:
             except KvcsError:
                 await volume.abort([staged])
                 raise
-            entry.key, entry.temporary = name, keys.is_temporary(name)
+            entry.rename(name)
             volume.catalog.pin([entry])
             (failed,) = await volume.commit([staged])
             if failed or not hold:

@@ -86,11 +86,10 @@ class Index:
                 node.value_bytes += value_bytes
                 node.charged_bytes += charged_bytes
                 node = node.parent
-        for lowest in touched:
-            node = lowest
-            while node is not None and not node.entries and node.parent is not None:
-                self._directories.pop(node.path, None)
-                node = node.parent
+        for empty in touched:
+            while not empty.entries and empty.parent:
+                self._directories.pop(empty.path, None)
+                empty = empty.parent  # noqa: PLW2901 a walk up to the first that isn't empty
 
     def _directory(self, path: str) -> Directory:
         node = self._directories.get(path)

@@ -25,7 +25,7 @@ class Ledger:
     @property
     def free(self) -> int:
         """Bytes that nothing holds."""
-        return self.capacity - self.used
+        return self.capacity - self.committed - self.reserved - self.retired - self.free_slots
 
     def check(self) -> None:
         """Assert the invariant."""

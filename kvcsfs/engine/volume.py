@@ -15,10 +15,10 @@ from typing import Any, TypeVar, TypeVarTuple
 import trio
 
 from kvcsfs.config import MountpointConfig
-from kvcsfs.engine import jobs, keys, recovery
+from kvcsfs.engine import jobs, recovery
 from kvcsfs.engine.catalog import FREE_SLOTS_SHARE, Catalog
 from kvcsfs.engine.descriptors import Descriptors
-from kvcsfs.engine.entry import BLOCK, Entry, charge
+from kvcsfs.engine.entry import BLOCK, TEMPORARY, UNPROVEN, Entry, charge, flags_of
 from kvcsfs.engine.session import Session, Staged
 from kvcsfs.engine.store import SlotStore, now
 from kvcsfs.errors import BackingError, BusyError, CapacityError, ExistsError, KvcsError, NotFoundError
@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 THREADS = 16
 EVICT_BATCH = 64  # victims of one background trip; a put waits for no more than that
 RETRY_SECONDS = 5.0
+KNOWN_SIZES = 4096
 HELD_SLOTS = 512  # free slots that keep a descriptor
 
 T = TypeVar("T")
@@ -44,7 +45,7 @@ class Volume:
     def __init__(self, index: int, config: MountpointConfig, descriptor_limit: int, watch: Watcher) -> None:
         self.index = index
         self.config = config
-        self.store = SlotStore(config.path)
+        self.store = SlotStore(config.path, config.io == "direct")
         self.catalog = Catalog(config.capacity)
         self.descriptors = Descriptors(descriptor_limit)
         self.recovering = True
@@ -64,6 +65,7 @@ class Volume:
             0,
         )
         self._watch = watch
+        self._sizes: dict[int, int] = {}  # one int object for all values of a size
         self._limiter = trio.CapacityLimiter(THREADS)
         self._claimed: dict[str, trio.Event] = {}
         self._reclaiming: set[Entry] = set()
@@ -82,8 +84,8 @@ class Volume:
     async def _claim(self, names: Collection[str]) -> AsyncIterator[None]:
         """Be the only step that changes these keys. Takes all or waits, so that two steps can't wait for each other."""
         with trio.CancelScope(shield=True):
-            while blocked := next((self._claimed[n] for n in names if n in self._claimed), None):
-                await blocked.wait()
+            while blocked := [self._claimed[n] for n in names if n in self._claimed]:
+                await blocked[0].wait()
             mine = trio.Event()
             self._claimed.update(dict.fromkeys(names, mine))
             try:
@@ -110,7 +112,7 @@ class Volume:
         get = self.catalog.index.get
         if temporaries:
             return [get(name) for name in names]
-        return [None if (e := get(name)) is None or e.temporary else e for name in names]
+        return [None if (e := get(name)) is None or e.flags & TEMPORARY else e for name in names]
 
     async def open(
         self, session: Session, names: Sequence[str], temporaries: bool
@@ -179,34 +181,29 @@ class Volume:
     ) -> list[Staged | KvcsError]:
         """Promise bytes and a staged file for each key, in order, evicting as needed."""
         self._check_ready()
-        results: list[Staged | KvcsError] = [CapacityError("the connection's share is reserved")] * len(names)
-        charges: list[int] = []
-        positions: list[int] = []
-        for i, size in enumerate(sizes):
-            charged = charge(size)
-            if session.take(charged, self.catalog.ledger.capacity):
-                charges.append(charged)
-                positions.append(i)
+        every = [charge(size) for size in sizes]
+        charges = every[: session.admit(every, self.catalog.ledger.capacity)]
+        if len(self._sizes) > KNOWN_SIZES:
+            self._sizes.clear()
         plan = self.catalog.promise(charges)
         victims = plan.victims
         self._evicted(victims)
         prepared, stuck = await self._files(
             jobs.prepare, self.store, plan, charges, self.descriptors.take(victims)
         )
-        for j, outcome in prepared.items():
-            i = positions[j]
-            if isinstance(outcome, KvcsError):
-                self.catalog.unreserve(charges[j])
-                session.reserved -= charges[j]
-                self.counters["io_errors"] += 1
-                results[i] = outcome
+        results: list[Staged | KvcsError] = []
+        for i, outcome in enumerate(prepared):
+            if isinstance(outcome, tuple):
+                slot, fd = outcome
+                size = self._sizes.setdefault(sizes[i], sizes[i])
+                results.append(Staged(self, Entry(names[i], slot, size, b"", 0, 0.0), charges[i], fd))
                 continue
-            slot, fd = outcome
-            entry = Entry(names[i], slot, sizes[i], b"", 0, 0.0, keys.is_temporary(names[i]))
-            results[i] = Staged(self, entry, fd)
-        for j in plan.refused:
-            session.reserved -= charges[j]
-            results[positions[j]] = self._no_room(charges[j])
+            session.reserved -= charges[i]
+            if outcome is not None:
+                self.catalog.unreserve(charges[i])
+                self.counters["io_errors"] += 1
+            results.append(outcome or self._no_room(charges[i]))
+        results += [CapacityError("the connection's share is reserved") for _ in names[len(charges) :]]
         self._keep_stuck(stuck)
         self._wake_evictor()
         return results
@@ -225,7 +222,12 @@ class Volume:
         results: list[KvcsError | None] = [None] * len(staged)
         last = {s.entry.key: i for i, s in enumerate(staged)}
         async with self._claim(last):
-            await self._commit_claimed(staged, if_exists, results, last)
+            try:
+                await self._commit_claimed(staged, if_exists, results, last)
+            except BaseException:  # a bug of ours; their bytes must not stay reserved for ever
+                pending = [s for s in staged if not s.entry.live and s.entry not in self.catalog.retired]
+                self.catalog.retire_staged(s.entry for s in pending)
+                raise
         self._wake_evictor()
         return results
 
@@ -285,7 +287,7 @@ class Volume:
             entries: list[Entry] = []
             for i, name in enumerate(names):
                 entry = self.catalog.index.get(name)
-                if entry is None or (entry.temporary and not temporaries):
+                if entry is None or (entry.flags & TEMPORARY and not temporaries):
                     results[i] = NotFoundError(f"{name!r} has no value")
                 else:
                     self.catalog.remove(entry)
@@ -319,7 +321,7 @@ class Volume:
             if failed is None:
                 if target is not None:
                     self.catalog.remove(target)
-                self.catalog.rename(entry, new, staged.generation, keys.is_temporary(new))
+                self.catalog.rename(entry, new, staged.generation)
             loose = self.catalog.unpin(held)
             self._watch(self.index, [old, new])
             await self.reclaim(loose)
@@ -337,8 +339,7 @@ class Volume:
         except KvcsError:
             self.catalog.unreserve(charge(0))
             raise
-        entry = Entry(key, slot, 0, b"", 0, 0.0, keys.is_temporary(key))
-        return Staged(self, entry, fd)
+        return Staged(self, Entry(key, slot, 0, b"", 0, 0.0, flags_of(key)), charge(0), fd)
 
     async def grow(self, staged: Staged, size: int) -> None:
         """Reserve for at least `size` bytes, doubling to keep the steps few. Raises CapacityError; nothing changes."""
@@ -354,6 +355,7 @@ class Volume:
                     raise
                 continue
             staged.entry.size = wanted
+            staged.charged += extra
             return
 
     async def _make_room(self, size: int) -> None:
@@ -375,6 +377,7 @@ class Volume:
         staged.entry.checksum = await self._files(jobs.finish_file, staged.fd, size, checksum)
         self.catalog.unreserve(staged.charged - charge(size))
         staged.entry.size = size
+        staged.charged = charge(size)
 
     async def close_file(self, staged: Staged) -> None:
         """Close the descriptor of a grown file that will be aborted."""
@@ -477,7 +480,8 @@ class Volume:
         outcomes = dict(zip(held, await self._files(jobs.verify_many, self.store, held), strict=True))
         wrong = [e for e in outcomes if outcomes[e] is False and e.live]
         for entry in held:
-            entry.proven = entry.proven or outcomes[entry] is True
+            if outcomes[entry] is True:
+                entry.flags &= ~UNPROVEN
         if wrong:
             log.warning("%s: dropped %d entries with a wrong checksum", self.config.path, len(wrong))
             self.counters["checksum_errors"] += len(wrong)

@@ -64,7 +64,7 @@ class FakeClient:
         if self.store.put_status == 0:
             with self.store.lock:
                 for item in reversed(items):
-                    self.store.values[item.key] = bytes(item.value)
+                    self.store.values[item.key] = bytes(cast("memoryview", item.value))  # never in segments
                     self.store.values.move_to_end(item.key)
                     if len(self.store.values) > self.store.room:
                         self.store.values.popitem(last=False)

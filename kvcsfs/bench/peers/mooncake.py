@@ -22,8 +22,7 @@ MIB = 1 << 20
 @contextmanager
 def mooncake(job: Job) -> Turns:
     """Batch calls from and into registered buffers. A put removes the oldest batch first."""
-    os.environ.setdefault("GLOG_minloglevel", "2")  # its client logs to our stderr
-    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("GLOG_minloglevel", "3")  # its client logs to our stderr
     module = optional("mooncake.store", PACKAGE)
     own = os.path.dirname(sys.executable)
     master = shutil.which("mooncake_master", path=f"{own}:{os.environ.get('PATH', '')}")
