@@ -210,6 +210,8 @@ class Catalog:
         charged = charge(entry.size)
         self.ledger.reserved -= charged
         self.ledger.committed += charged
+        if entry.pins:  # a writer's own readers hold it from the start
+            self.pinned += charged
         return replaced
 
     def remove(self, entry: Entry) -> None:

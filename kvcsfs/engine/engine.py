@@ -344,25 +344,40 @@ class Engine:
         session.reserved += staged.charged - before
 
     async def commit_file(
-        self, session: Session, staged: Staged, name: str, size: int, checksum: bytes | None
-    ) -> Entry:
+        self,
+        session: Session,
+        staged: Staged,
+        name: str,
+        size: int,
+        checksum: bytes | None,
+        hold: bool = False,
+    ) -> Opened:
         """Publish a staged file as the value of `name`, and close its descriptor. `checksum` None: read it again.
 
-        Raises what made it fail; then the file is gone, and the key as it was.
+        With `hold` the new entry comes under a lease, so that those who read the file while it was written lose
+        nothing to an eviction. Raises what made it fail; then the file is gone, and the key as it was.
         """
         session.pop(staged.token)
-        volume = staged.volume
+        volume, entry = staged.volume, staged.entry
         with trio.CancelScope(shield=True):
             try:
                 await volume.finish_file(staged, size, checksum)
             except KvcsError:
                 await volume.abort([staged])
                 raise
-            staged.entry.rename(name)
+            entry.rename(name)
+            volume.catalog.pin([entry])
             (failed,) = await volume.commit([staged])
-        if failed:
-            raise failed
-        return staged.entry
+            if failed or not hold:
+                volume.release([entry])
+            if failed:
+                raise failed
+            if not hold:
+                return Opened(0, [entry], {}, [])
+            fd = await volume.descriptor(session, entry)
+        lease = secrets.randbits(62) + 1
+        session.leases[lease] = Lease(volume, [entry], renew=False)
+        return Opened(lease, [entry], {}, [fd])
 
     async def abort_file(self, session: Session, staged: Staged) -> None:
         """Give a staged file up, and close its descriptor."""
@@ -372,6 +387,25 @@ class Engine:
             await staged.volume.abort([staged])
 
     # -- looking and tending
+
+    async def find(self, index: int, name: str) -> Entry | None:
+        """The entry of a key as it is now, temporary ones too: no wait for writers, nothing renewed."""
+        found: Entry | None = self.volume(index).catalog.index.get(name)
+        return found
+
+    async def space(self, index: int) -> tuple[int, int, int]:
+        """Capacity, bytes that a put can have without an eviction, and entries."""
+        catalog = self.volume(index).catalog
+        return catalog.ledger.capacity, max(catalog.room, 0), len(catalog.index)
+
+    def settling(self, index: int) -> dict[str, trio.Event]:
+        """Keys whose writers on a mount have all flushed: requests for them wait a moment for the event."""
+        return self.volume(index).settling
+
+    def extras(self, index: int) -> dict[str, Any] | None:
+        """What faces keep in the snapshot, live and plain; None until it was read, at the end of recovery."""
+        volume = self.volume(index)
+        return None if volume.recovering else volume.extras
 
     async def usage(self, index: int, prefix: str) -> tuple[int, int, int]:
         """Entries, value bytes and charged bytes of the keys that start with `prefix`. O(1) for a directory."""

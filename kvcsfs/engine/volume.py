@@ -161,6 +161,16 @@ class Volume:
         jobs.close_all(self.descriptors.surplus())
         return errors
 
+    async def descriptor(self, session: Session, entry: Entry) -> int:
+        """The session's descriptor of a pinned entry. Raises BackingError, and the pin is gone."""
+        table = self.descriptors.of(session.user)
+        if entry not in table:
+            found: list[Entry | None] = [entry]
+            errors = await self._open_cold(table, [entry], found)
+            if found[0] is None:
+                raise errors.get(0) or BackingError("opening an object file: it is gone")
+        return table[entry]
+
     def release(self, entries: Sequence[Entry]) -> None:
         """Give pins back; what left the index meanwhile is reclaimed in the background."""
         if self.catalog.unpin(entries):
@@ -340,10 +350,10 @@ class Volume:
     async def grow(self, staged: Staged, size: int) -> None:
         """Reserve for at least `size` bytes, doubling to keep the steps few. Raises CapacityError; nothing changes."""
         have = staged.charged
+        if charge(size) <= have:
+            return
         for wanted in (max(size, 2 * staged.entry.size, 16 * BLOCK), size):
             extra = charge(wanted) - have
-            if extra <= 0:
-                return
             try:
                 await self._make_room(extra)
             except CapacityError:
