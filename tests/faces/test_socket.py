@@ -53,7 +53,12 @@ async def nothing_held(engine: Engine) -> None:
     with trio.fail_after(5):
         while True:
             status = engine.status()
-            held = (status["leases"], status["reservations"], volume.catalog.pinned, volume.catalog.ledger.reserved)
+            held = (
+                status["leases"],
+                status["reservations"],
+                volume.catalog.pinned,
+                volume.catalog.ledger.reserved,
+            )
             if held == (0, 0, 0, 0) and not volume.catalog.retired:
                 break
             await trio.sleep(0.001)

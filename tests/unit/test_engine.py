@@ -428,7 +428,7 @@ async def test_a_file_grows_and_becomes_a_value(tmp_path):
         staged = await engine.stage_file(session, 0, "m/x.tmp")
         await engine.grow(session, staged, 100_000)
         os.pwrite(staged.fd, b"x" * 100_000, 0)
-        await engine.grow(session, staged, 100_001)
+        await engine.grow(session, staged, 110_000)
         assert staged.charged == charge(200_000), "doubled"
         os.pwrite(staged.fd, b"y", 100_000)
         assert session.reserved == ledger(engine).reserved == charge(200_000)
