@@ -68,7 +68,11 @@ class LlamaEngine:
                 start_new_session=True,
             )
         assert self._process.stdout is not None
-        self._url = self._process.stdout.readline().strip()
+        try:
+            self._url = self._process.stdout.readline().strip()
+        except BaseException:  # Ctrl-C while the model loads
+            self.stop()
+            raise
         if not self._url:
             self.stop()
             raise EngineError(f"llama.cpp did not start; its log is {log}")

@@ -15,7 +15,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import trio
 
@@ -85,21 +85,23 @@ class Engine:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Recover in the background and serve; at the end write the snapshots. Sessions must be closed before."""
-        async with trio.open_nursery() as nursery:
+        try:
+            async with trio.open_nursery() as nursery:
+                for volume in self.volumes:
+                    nursery.start_soon(self._recover, volume)
+                    nursery.start_soon(volume.keep_room)
+                    nursery.start_soon(volume.reclaim_loose)
+                nursery.start_soon(self._expire)
+                nursery.start_soon(self._checkpoints)
+                try:
+                    yield
+                finally:
+                    nursery.cancel_scope.cancel()
+        finally:
+            for session in list(self._sessions):
+                await self.close_session(session)
             for volume in self.volumes:
-                nursery.start_soon(self._recover, volume)
-                nursery.start_soon(volume.keep_room)
-                nursery.start_soon(volume.reclaim_loose)
-            nursery.start_soon(self._expire)
-            nursery.start_soon(self._checkpoints)
-            try:
-                yield
-            finally:
-                nursery.cancel_scope.cancel()
-        for session in list(self._sessions):
-            await self.close_session(session)
-        for volume in self.volumes:
-            await volume.close()
+                await volume.close()
 
     async def _recover(self, volume: Volume) -> None:
         await volume.recover()
@@ -241,6 +243,8 @@ class Engine:
             names = [name for i, name in enumerate(names) if i not in refused]
             sizes = [size for i, size in enumerate(sizes) if i not in refused]
         results = await volume.reserve(session, names, sizes)
+        if session.closed:  # the connection went meanwhile
+            await self._give_up(volume, [s for s in results if isinstance(s, Staged)])
         expires = trio.current_time() + (min(ttl_seconds, MAX_TTL_SECONDS) or MAX_TTL_SECONDS)
         for outcome in results:
             if isinstance(outcome, Staged):
@@ -249,6 +253,13 @@ class Engine:
         for i, refusal in refused.items():
             results.insert(i, refusal)
         return results
+
+    async def _give_up(self, volume: Volume, staged: Sequence[Staged]) -> NoReturn:
+        """Undo reservations that nobody will hold. Raises ReservationError."""
+        for s in staged:
+            await volume.close_file(s)
+        await volume.abort(staged)
+        raise ReservationError("the session is closed")
 
     def _refusal(self, volume: Volume, name: str, size: int, if_exists: str) -> KvcsError | None:
         """Why a key can't be put, if so."""
@@ -318,7 +329,10 @@ class Engine:
         Raises CapacityError, BackingError, BusyError.
         """
         keys.check(name)
-        staged = await self.volume(index).stage_file(name)
+        volume = self.volume(index)
+        staged = await volume.stage_file(name)
+        if session.closed:
+            await self._give_up(volume, [staged])
         session.add(staged)
         session.reserved += staged.charged
         return staged
@@ -330,25 +344,40 @@ class Engine:
         session.reserved += staged.charged - before
 
     async def commit_file(
-        self, session: Session, staged: Staged, name: str, size: int, checksum: bytes | None
-    ) -> Entry:
+        self,
+        session: Session,
+        staged: Staged,
+        name: str,
+        size: int,
+        checksum: bytes | None,
+        hold: bool = False,
+    ) -> Opened:
         """Publish a staged file as the value of `name`, and close its descriptor. `checksum` None: read it again.
 
-        Raises what made it fail; then the file is gone, and the key as it was.
+        With `hold` the new entry comes under a lease, so that those who read the file while it was written lose
+        nothing to an eviction. Raises what made it fail; then the file is gone, and the key as it was.
         """
         session.pop(staged.token)
-        volume = staged.volume
+        volume, entry = staged.volume, staged.entry
         with trio.CancelScope(shield=True):
             try:
                 await volume.finish_file(staged, size, checksum)
             except KvcsError:
                 await volume.abort([staged])
                 raise
-            staged.entry.rename(name)
+            entry.rename(name)
+            volume.catalog.pin([entry])
             (failed,) = await volume.commit([staged])
-        if failed:
-            raise failed
-        return staged.entry
+            if failed or not hold:
+                volume.release([entry])
+            if failed:
+                raise failed
+            if not hold:
+                return Opened(0, [entry], {}, [])
+            fd = await volume.descriptor(session, entry)
+        lease = secrets.randbits(62) + 1
+        session.leases[lease] = Lease(volume, [entry], renew=False)
+        return Opened(lease, [entry], {}, [fd])
 
     async def abort_file(self, session: Session, staged: Staged) -> None:
         """Give a staged file up, and close its descriptor."""
@@ -358,6 +387,25 @@ class Engine:
             await staged.volume.abort([staged])
 
     # -- looking and tending
+
+    async def find(self, index: int, name: str) -> Entry | None:
+        """The entry of a key as it is now, temporary ones too: no wait for writers, nothing renewed."""
+        found: Entry | None = self.volume(index).catalog.index.get(name)
+        return found
+
+    async def space(self, index: int) -> tuple[int, int, int]:
+        """Capacity, bytes that a put can have without an eviction, and entries."""
+        catalog = self.volume(index).catalog
+        return catalog.ledger.capacity, max(catalog.room, 0), len(catalog.index)
+
+    def settling(self, index: int) -> dict[str, trio.Event]:
+        """Keys whose writers on a mount have all flushed: requests for them wait a moment for the event."""
+        return self.volume(index).settling
+
+    def extras(self, index: int) -> dict[str, Any] | None:
+        """What faces keep in the snapshot, live and plain; None until it was read, at the end of recovery."""
+        volume = self.volume(index)
+        return None if volume.recovering else volume.extras
 
     async def usage(self, index: int, prefix: str) -> tuple[int, int, int]:
         """Entries, value bytes and charged bytes of the keys that start with `prefix`. O(1) for a directory."""
