@@ -49,6 +49,10 @@ class Namespace:
         """Whether anything is recorded of a file."""
         return key in self._values or key in self._names
 
+    def files(self) -> list[str]:
+        """Every file of which something is recorded."""
+        return [*self._names, *self._values]
+
     def attributes(self, key: str) -> Attributes:
         """What was set on a file."""
         return self._values.get(key) or self._pending.get(key) or self._empty.get(key) or {}
