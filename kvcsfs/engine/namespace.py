@@ -36,8 +36,9 @@ class Namespace:
 
     def is_directory(self, path: str) -> bool:
         """Whether `path`, which ends with a slash, was made, or something that isn't a key lies below it."""
+        beyond = "\0"  # no name in it is smaller, but it is greater than `path` itself
         return path in self._made or any(
-            next(names.irange(path, path[:-1] + "0", inclusive=(False, False)), None) is not None
+            next(children_of(names, path, beyond), None) is not None
             for names in (self._directories, self._names)
         )
 
