@@ -11,12 +11,12 @@ import contextlib
 import errno
 import fcntl
 import grp
+import itertools
 import logging
 import os
 import socket
 import struct
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from itertools import islice
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -189,7 +189,7 @@ class Connection:
         frames = wire.FrameBuffer()
         greeted = False
         try:
-            async for data in self._chunks():
+            while data := await self._receive():
                 for payload in frames.feed(data):
                     try:
                         request = wire.decode_request(payload)
@@ -205,16 +205,13 @@ class Connection:
             with contextlib.suppress(OSError), trio.move_on_after(1):
                 await self._send(wire.Failure(0, exc.errno, str(exc)))
 
-    async def _chunks(self) -> AsyncIterator[bytes]:
+    async def _receive(self) -> bytes:
+        """What has come, at least one byte; empty when the client is gone."""
         while True:
             try:
-                data = self._socket.recv(RECEIVE_BYTES)
+                return self._socket.recv(RECEIVE_BYTES)
             except BlockingIOError:
                 await trio.lowlevel.wait_readable(self._socket)
-                continue
-            if not data:
-                return
-            yield data
 
     async def _greet(self, request: wire.Request) -> None:
         if not isinstance(request, wire.Hello):
@@ -313,11 +310,8 @@ class Connection:
                 bytes([e.flags & wire.UNPROVEN for e in found]),
                 end < len(entries),
             )
-            await self._send(
-                reply,
-                list(islice(fds, len(found))),
-                lambda: not opened.lease or opened.lease in session.leases,
-            )
+            carried = list(itertools.islice(fds, len(found)))
+            await self._send(reply, carried, lambda: not opened.lease or opened.lease in session.leases)
 
     async def _reserve(self, request: wire.Reserve) -> None:
         session = self._session

@@ -19,7 +19,7 @@ _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 def parse_size(text: str | int) -> int:
     """Bytes of "100GiB", "4096" or 4096. Raises ValueError with what would be right."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(KiB|MiB|GiB|TiB|)\s*", str(text))
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,9})?)\s*(KiB|MiB|GiB|TiB|)\s*", str(text))
     if not match or (isinstance(text, bool)):
         raise ValueError(f'expected a size such as "100GiB" or plain bytes, not {text!r}')
     return int(float(match[1]) * _UNITS[match[2]]) if "." in match[1] else int(match[1]) * _UNITS[match[2]]
@@ -143,7 +143,7 @@ def _mountpoint(where: str, table: dict[str, Any]) -> MountpointConfig:
     if "path" not in table:
         raise ConfigError(f"{where}.path: missing, expected the backing directory (--data DIR)")
     path = Path(os.path.abspath(_text(where, "path", table["path"])))
-    if not path.is_dir():
+    if not os.path.isdir(path):  # unlike Path.is_dir it never raises
         raise ConfigError(f"{where}.path: {path} is not a directory, expected one that exists")
     if "capacity" not in table:
         raise ConfigError(f'{where}.capacity: missing, expected a size such as "100GiB" (--capacity SIZE)')
@@ -183,7 +183,7 @@ def _share(where: str, key: str, value: Any) -> float:
     percent = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", value) if isinstance(value, str) else None
     if percent:
         share = float(percent[1]) / 100
-    elif isinstance(value, float):
+    elif isinstance(value, int | float) and not isinstance(value, bool):
         share = value
     else:
         share = -1.0

@@ -48,6 +48,10 @@ class ConfigError(KvcsError):
 
     code, errno = KvcsCode.INVALID_ARGUMENT, errno.EINVAL
 
+    def __init__(self, message: str, op: str = "") -> None:
+        # Paths and keys of the file may hold anything; the message stays one line.
+        super().__init__("".join(c if c.isprintable() else ascii(c)[1:-1] for c in message), op)
+
 
 class InvalidKeyError(KvcsError):
     """A key that is empty, has a NUL, isn't UTF-8, or is a temporary name. Nothing was done; use another key."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from kvcsfs.errors import KvcsError, ProtocolError
+from kvcsfs.errors import InvalidKeyError, KvcsError, ProtocolError
 
 PROTOCOL_VERSION = 1
 HEADER_BYTES = 4
@@ -272,10 +272,16 @@ def encode(message: Message) -> bytearray:
     """Return the whole frame of a message.
 
     Raises:
-        ProtocolError: the frame would pass `MAX_FRAME_BYTES`; nothing was sent.
+        InvalidKeyError: a text that isn't UTF-8. ProtocolError: a number over 64 bits, or the frame would pass
+            `MAX_FRAME_BYTES`. Nothing was sent.
     """
     frame = bytearray(HEADER_BYTES)
-    _encoder.encode_into(message, frame, HEADER_BYTES)
+    try:
+        _encoder.encode_into(message, frame, HEADER_BYTES)
+    except UnicodeEncodeError:
+        raise InvalidKeyError("the key isn't UTF-8") from None
+    except OverflowError:
+        raise ProtocolError("a number has more than 64 bits") from None
     size = len(frame) - HEADER_BYTES
     if size > MAX_FRAME_BYTES:
         raise ProtocolError(f"a frame of {size} B is over the limit of {MAX_FRAME_BYTES} B")

@@ -66,10 +66,15 @@ class Catalog:
     # -- lookup and pins
 
     def touch(self, entries: Sequence[Entry], now: float) -> None:
-        """Count a use of each entry. The last is refreshed first, so that of a prefix chain the tail goes first."""
+        """Count a use of each entry, and refresh them."""
+        for entry in entries:
+            entry.hits += 1
+        self.refresh(entries, now)
+
+    def refresh(self, entries: Sequence[Entry], now: float) -> None:
+        """Make entries the most recently used. The last comes first, so that of a prefix chain the tail goes first."""
         for entry in entries:
             entry.used = now
-            entry.hits += 1
         self.lru.touch(reversed(entries))
 
     def pin(self, entries: Iterable[Entry]) -> None:

@@ -15,7 +15,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import trio
 
@@ -85,21 +85,23 @@ class Engine:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Recover in the background and serve; at the end write the snapshots. Sessions must be closed before."""
-        async with trio.open_nursery() as nursery:
+        try:
+            async with trio.open_nursery() as nursery:
+                for volume in self.volumes:
+                    nursery.start_soon(self._recover, volume)
+                    nursery.start_soon(volume.keep_room)
+                    nursery.start_soon(volume.reclaim_loose)
+                nursery.start_soon(self._expire)
+                nursery.start_soon(self._checkpoints)
+                try:
+                    yield
+                finally:
+                    nursery.cancel_scope.cancel()
+        finally:
+            for session in list(self._sessions):
+                await self.close_session(session)
             for volume in self.volumes:
-                nursery.start_soon(self._recover, volume)
-                nursery.start_soon(volume.keep_room)
-                nursery.start_soon(volume.reclaim_loose)
-            nursery.start_soon(self._expire)
-            nursery.start_soon(self._checkpoints)
-            try:
-                yield
-            finally:
-                nursery.cancel_scope.cancel()
-        for session in list(self._sessions):
-            await self.close_session(session)
-        for volume in self.volumes:
-            await volume.close()
+                await volume.close()
 
     async def _recover(self, volume: Volume) -> None:
         await volume.recover()
@@ -241,6 +243,8 @@ class Engine:
             names = [name for i, name in enumerate(names) if i not in refused]
             sizes = [size for i, size in enumerate(sizes) if i not in refused]
         results = await volume.reserve(session, names, sizes)
+        if session.closed:  # the connection went meanwhile
+            await self._give_up(volume, [s for s in results if isinstance(s, Staged)])
         expires = trio.current_time() + (min(ttl_seconds, MAX_TTL_SECONDS) or MAX_TTL_SECONDS)
         for outcome in results:
             if isinstance(outcome, Staged):
@@ -249,6 +253,13 @@ class Engine:
         for i, refusal in refused.items():
             results.insert(i, refusal)
         return results
+
+    async def _give_up(self, volume: Volume, staged: Sequence[Staged]) -> NoReturn:
+        """Undo reservations that nobody will hold. Raises ReservationError."""
+        for s in staged:
+            await volume.close_file(s)
+        await volume.abort(staged)
+        raise ReservationError("the session is closed")
 
     def _refusal(self, volume: Volume, name: str, size: int, if_exists: str) -> KvcsError | None:
         """Why a key can't be put, if so."""
@@ -318,7 +329,10 @@ class Engine:
         Raises CapacityError, BackingError, BusyError.
         """
         keys.check(name)
-        staged = await self.volume(index).stage_file(name)
+        volume = self.volume(index)
+        staged = await volume.stage_file(name)
+        if session.closed:
+            await self._give_up(volume, [staged])
         session.add(staged)
         session.reserved += staged.charged
         return staged

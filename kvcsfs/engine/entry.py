@@ -75,6 +75,16 @@ class Entry:
         return charge(self.size)
 
     @property
+    def proven(self) -> bool:
+        """Whether its bytes need no verification before they are served."""
+        return not self.flags & UNPROVEN
+
+    @property
+    def temporary(self) -> bool:
+        """Whether it is no key for the SDK."""
+        return bool(self.flags & TEMPORARY)
+
+    @property
     def live(self) -> bool:
         """Whether the index still has it."""
         return self.newer is not None

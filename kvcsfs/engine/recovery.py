@@ -6,6 +6,7 @@ only tells the order of use. It is clean for one start only: the next one begins
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -83,6 +84,13 @@ class SnapshotWriter:
         os.replace(self._temporary, self._store.path / "snapshot")
         sync_directory(self._store.path)
 
+    def abandon(self) -> None:
+        """Remove what was written; the last snapshot stays."""
+        with contextlib.suppress(OSError):  # what is buffered may not fit: it is not wanted
+            self._file.close()
+        with contextlib.suppress(OSError):
+            self._temporary.unlink(missing_ok=True)
+
     def _write(self, block: bytes) -> None:
         self._file.write(len(block).to_bytes(4, "little") + xxhash.xxh3_64_digest(block) + block)
 
@@ -150,7 +158,7 @@ def _scan(store: SlotStore, known: dict[tuple[int, int], Row]) -> list[Entry]:
     best: dict[str, Entry] = {}
     for slot, footer in store.scan():
         if footer is None:
-            store.unlink(slot)
+            _unlink(store, slot)
             continue
         row = known.get((slot, footer.generation))
         entry = Entry(
@@ -169,5 +177,13 @@ def _scan(store: SlotStore, known: dict[tuple[int, int], Row]) -> list[Entry]:
             entry, other = other, entry
         best[entry.key] = entry
         if other is not None:
-            store.unlink(other.slot)
+            _unlink(store, other.slot)
     return list(best.values())
+
+
+def _unlink(store: SlotStore, slot: int) -> None:
+    """Remove a file of no value; one that can't be removed must not stop the start."""
+    try:
+        store.unlink(slot)
+    except OSError as exc:
+        log.warning("%s: slot %x can't be removed: %s", store.path, slot, exc.strerror)

@@ -209,7 +209,7 @@ class SlotStore:
         except FileNotFoundError:
             return None
         try:
-            if is_sole(fd, without_leases=False):
+            if os.fstat(fd).st_size == size and is_sole(fd, without_leases=False):
                 write_all(fd, footer.VOID, size - BLOCK)
                 if self._client_flags:
                     fcntl.fcntl(fd, fcntl.F_SETFL, self._client_flags)
@@ -262,7 +262,8 @@ class SlotStore:
     def scan(self) -> Iterator[tuple[int, footer.Footer | None]]:
         """Yield (slot, footer) of every slot file; the footer is None where it isn't valid.
 
-        Names that aren't ours are left alone; so is a file with the footer of a newer format, which is logged.
+        Names that aren't ours are left alone; so is a file with the footer of a newer format, or one that can't be
+        read, which is logged.
         """
         for i in range(FOLDERS):
             with os.scandir(self.path / "slots" / f"{i:02x}") as folder:
@@ -270,10 +271,11 @@ class SlotStore:
             for name in names:
                 try:
                     slot = int(name, 16)
-                    if self._path(slot) == f"{i:02x}/{name}":
+                    if slot >= 0 and self._path(slot) == f"{i:02x}/{name}":
                         yield slot, self._read_footer(slot)
-                except footer.NewerFormat as exc:
-                    log.warning("%s/slots/%02x/%s: left alone: %s", self.path, i, name, exc)
+                except (footer.NewerFormat, OSError) as exc:
+                    reason = exc.strerror if isinstance(exc, OSError) else exc
+                    log.warning("%s/slots/%02x/%s: left alone: %s", self.path, i, name, reason)
                 except ValueError:
                     continue
 

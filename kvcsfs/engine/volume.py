@@ -69,6 +69,7 @@ class Volume:
         self._limiter = trio.CapacityLimiter(THREADS)
         self._claimed: dict[str, trio.Event] = {}
         self._reclaiming: set[Entry] = set()
+        self._keeping = 0  # bytes on the way to be free slots
         self._low = trio.Event()
         self._loose = trio.Event()
 
@@ -125,7 +126,7 @@ class Volume:
         hits = [e for e in found if e is not None]
         self.catalog.pin(hits)
         table = self.descriptors.of(session.user)
-        cold = [e for e in hits if e not in table]
+        cold = list(dict.fromkeys(e for e in hits if e not in table))  # a key may come twice in a batch
         errors = await self._open_cold(table, cold, found) if cold else {}
         missed = found.count(None)
         self.counters["misses"] += missed
@@ -155,6 +156,7 @@ class Volume:
                 errors[i] = BackingError(f"opening an object file: {outcome.strerror}")
             elif entry.live:
                 self.catalog.remove(entry)
+                self._watch(self.index, [entry.key])
         self.release(lost)
         jobs.close_all(self.descriptors.surplus())
         return errors
@@ -251,7 +253,7 @@ class Volume:
                 dropped.append(s.entry)
             else:
                 s.entry.generation = self.store.number()
-                s.entry.created = s.entry.used = created
+                s.entry.created = created
                 positions.append(i)
                 olds.append(old)
         entries = [staged[i].entry for i in positions]
@@ -267,7 +269,7 @@ class Volume:
                 continue
             self.catalog.insert(entry)
             committed.append(entry)
-        self.catalog.lru.touch(reversed(committed))
+        self.catalog.refresh(committed, created)
         self.counters["puts"] += len(committed)
         self._watch(self.index, [e.key for e in committed])
         self.catalog.retire_staged(dropped)
@@ -313,13 +315,17 @@ class Volume:
             entry = self.catalog.index.get(old)
             if entry is None:
                 raise NotFoundError(f"{old!r} has no value")
+            if old == new:
+                return
             target = self.catalog.index.get(new)
             held = [entry] if target is None else [entry, target]
             self.catalog.pin(held)
             staged = Entry(new, entry.slot, entry.size, entry.checksum, self.store.number(), entry.created)
             failed = await self._files(jobs.rename, self.store, staged, target)
+            if failed is None and not entry.live:  # found to be gone or wrong meanwhile
+                failed = NotFoundError(f"{old!r} has no value")
             if failed is None:
-                if target is not None:
+                if target is not None and target.live:
                     self.catalog.remove(target)
                 self.catalog.rename(entry, new, staged.generation)
             loose = self.catalog.unpin(held)
@@ -396,21 +402,23 @@ class Volume:
         entries = [e for e in entries if e not in self._reclaiming and e in self.catalog.retired]
         if not entries:
             return
+        hold = HELD_SLOTS - sum(s.fd >= 0 for s in self.catalog.free_slots()) - len(self._reclaiming)
         self._reclaiming.update(entries)
         limit = self.catalog.ledger.capacity // FREE_SLOTS_SHARE
         keep: list[bool] = []
-        total = self.catalog.ledger.free_slots
+        before = total = self.catalog.ledger.free_slots + self._keeping
         for entry in entries:
             fits = total + entry.charged <= limit
             total += entry.charged * fits
             keep.append(fits)
-        hold = HELD_SLOTS - sum(s.fd >= 0 for s in self.catalog.free_slots())
+        self._keeping += total - before
         try:
             results = await self._files(
                 jobs.reclaim, self.store, entries, keep, hold, self.descriptors.take(entries)
             )
         finally:
             self._reclaiming.difference_update(entries)
+            self._keeping -= total - before
         for entry, outcome in zip(entries, results, strict=True):
             if isinstance(outcome, OSError):
                 self.counters["io_errors"] += 1
@@ -511,18 +519,25 @@ class Volume:
         """Write the snapshot; `clean` says that it is exact and nothing follows it."""
         if self.recovering:
             return
-        writer = recovery.SnapshotWriter(self.store)
-        after = ""
-        while rows := self.catalog.index.page("", after, recovery.SLICE):
-            after = rows[-1].key
-            await self._files(writer.add, recovery.rows(rows))
-        free = list(self.catalog.free_slots()) if clean else []
-        await self._files(writer.finish, free, self.extras, clean)
+        writer = await self._files(recovery.SnapshotWriter, self.store)
+        try:
+            after = ""
+            while rows := self.catalog.index.page("", after, recovery.SLICE):
+                after = rows[-1].key
+                await self._files(writer.add, recovery.rows(rows))
+            free = list(self.catalog.free_slots()) if clean else []
+            await self._files(writer.finish, free, self.extras, clean)
+        except OSError:
+            await self._files(writer.abandon)
+            raise
 
     async def close(self) -> None:
-        """Write the last snapshot and give the directory up."""
+        """Write the last snapshot and give the directory up. Without one the next start reads the footers."""
         await self.reclaim([e for e in self.catalog.retired if not e.pins])
-        await self.checkpoint(clean=not self.catalog.retired)
+        try:
+            await self.checkpoint(clean=not self.catalog.retired)
+        except OSError as exc:
+            log.warning("%s: no snapshot: %s", self.config.path, exc.strerror)
         jobs.close_all(self.descriptors.clear())
         jobs.close_all(s.fd for s in self.catalog.free_slots() if s.fd >= 0)
         self.store.close()

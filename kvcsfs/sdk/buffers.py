@@ -7,14 +7,15 @@ import mmap
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeAlias
+from typing import Self, TypeAlias
 
 from kvcsfs.sdk.results import Buffer
 
 Target: TypeAlias = "bytearray | memoryview | list[memoryview]"  # bytes, C-contiguous, writable
 Source: TypeAlias = "bytes | bytearray | memoryview | list[memoryview]"
 
-# A bytearray that isn't zero-filled: filling it would fault its pages in under the interpreter lock. CPython, `PyByteArray_FromStringAndSize(NULL, n)`
+# A bytearray that isn't zero-filled: filling it would fault its pages in under the interpreter lock.
+# Source: CPython, `PyByteArray_FromStringAndSize(NULL, n)`.
 _new_bytearray = ctypes.pythonapi.PyByteArray_FromStringAndSize
 _new_bytearray.restype = ctypes.py_object
 _new_bytearray.argtypes = [ctypes.c_char_p, ctypes.c_ssize_t]
@@ -60,30 +61,41 @@ def check_targets(buffers: Sequence[Buffer | Sequence[Buffer]]) -> list[Target]:
     Raises:
         TypeError: no buffer. ValueError: read-only, not contiguous, or two of them share memory.
     """
-    if set(map(type, buffers)) == {bytearray}:  # the common case: distinct objects are distinct memory
+    kinds = set(map(type, buffers))
+    if kinds == {bytearray}:  # a common case: distinct objects are distinct memory
         if len(set(map(id, buffers))) != len(buffers):
             raise ValueError("a buffer is given twice")
         return list(buffers)  # type: ignore[arg-type]
     targets: list[Target] = []
     pieces: list[memoryview] = []
-    for i, buffer in enumerate(buffers):
-        if isinstance(buffer, list | tuple):
-            views = [_writable(piece, f"buffers[{i}][{j}]") for j, piece in enumerate(buffer)]
-            targets.append(views)
+    if kinds == {memoryview} and all(map(_is_plain, buffers)):  # type: ignore[arg-type]
+        pieces = list(buffers)  # type: ignore[arg-type]  # the other common case
+        targets = list(pieces)
+    else:
+        for i, buffer in enumerate(buffers):
+            views = _writable_views(buffer, f"buffers[{i}]")
+            targets.append(views if isinstance(buffer, list | tuple) else views[0])
             pieces += views
-        else:
-            view = _writable(buffer, f"buffers[{i}]")  # type: ignore[arg-type]
-            targets.append(view)
-            pieces.append(view)
     _check_distinct(pieces)
     return targets
 
 
+def _is_plain(view: memoryview) -> bool:
+    return view.format == "B" and view.ndim == 1 and not view.readonly and view.c_contiguous
+
+
+def _writable_views(buffer: Buffer | Sequence[Buffer], what: str) -> list[memoryview]:
+    if isinstance(buffer, list | tuple):
+        return [_writable(piece, f"{what}[{j}]") for j, piece in enumerate(buffer)]
+    return [_writable(buffer, what)]  # type: ignore[arg-type]
+
+
 def _check_distinct(views: list[memoryview]) -> None:
-    addressof, from_buffer = ctypes.addressof, ctypes.c_char.from_buffer
-    spans = sorted((addressof(from_buffer(view)), len(view)) for view in views if len(view))
-    end = 0
-    for address, size in spans:
+    addressof, from_buffer, end = ctypes.addressof, ctypes.c_char.from_buffer, 0
+    views = list(filter(None, views))  # empty ones have no address
+    for address, size in sorted(
+        zip([addressof(from_buffer(v)) for v in views], map(len, views), strict=True)
+    ):
         if address < end:
             raise ValueError("two buffers share memory, or a buffer is given twice")
         end = address + size
@@ -125,16 +137,17 @@ def cut(views: list[memoryview], start: int, size: int, limit: int) -> list[memo
 class BufferPool:
     """Page-aligned buffers to read into, used again and again: their memory is there before the first read.
 
-    Invariant: every buffer is either free or out with one `take`.
+    Invariant: every buffer is free, out with one `take`, or returned while a worker still reads into it: direct I/O
+    goes straight into such memory, and a read whose call has timed out can't be called back.
     """
 
     def __init__(self, count: int, size: int) -> None:
-        """Make `count` buffers of `size` bytes each, rounded up to pages. Raises ValueError: either is below 1."""
+        """Make `count` buffers of `size` bytes each. Raises ValueError: either is below 1."""
         if count < 1 or size < 1:
             raise ValueError(f"a pool needs at least 1 buffer of at least 1 byte, not {count} of {size}")
-        self.count, self.size = count, _round_to_pages(size)
+        self.count, self.size = count, size
         self._returned = threading.Condition()
-        self._free = [_pages(self.size) for _ in range(count)]
+        self._free = [Pages.make(self, self.size) for _ in range(count)]
 
     @contextmanager
     def take(self, count: int, timeout_s: float | None = None) -> Iterator[list[memoryview]]:
@@ -149,24 +162,52 @@ class BufferPool:
             if not self._returned.wait_for(lambda: len(self._free) >= count, timeout_s):
                 raise TimeoutError(f"{count} buffers were not free within {timeout_s} s")
             taken = [self._free.pop() for _ in range(count)]
-            taken = [pages if len(pages) >= self.size else _pages(self.size) for pages in taken]
+            taken = [pages if len(pages) >= self.size else Pages.make(self, self.size) for pages in taken]
+            for pages in taken:
+                pages.returned = False
         try:
-            yield [memoryview(pages) for pages in taken]
+            yield [memoryview(pages)[: self.size] for pages in taken]
         finally:
             with self._returned:
-                self._free += taken
-                self._returned.notify_all()
+                for pages in taken:
+                    pages.returned = True
+                    self._collect(pages)
 
     def grow(self, size: int) -> None:
         """Make buffers at least this large, say after -ENOSPC; those that are out follow later."""
         with self._returned:
-            self.size = max(self.size, _round_to_pages(size))
+            self.size = max(self.size, size)
+
+    @contextmanager
+    def use(self, pages: Pages) -> Iterator[None]:
+        """Keep a buffer out of `take` while a worker reads into it."""
+        with self._returned:
+            pages.readers += 1
+        try:
+            yield
+        finally:
+            with self._returned:
+                pages.readers -= 1
+                self._collect(pages)
+
+    def _collect(self, pages: Pages) -> None:
+        if pages.returned and not pages.readers:
+            pages.returned = False
+            self._free.append(pages)
+            self._returned.notify_all()
 
 
-def _round_to_pages(size: int) -> int:
-    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+class Pages(mmap.mmap):
+    """One buffer of a pool: a mapping of its own, so that memory can't overlap and is aligned."""
 
+    pool: BufferPool
+    readers = 0
+    returned = False
 
-def _pages(size: int) -> mmap.mmap:
-    # one mapping each: their memory can't overlap, and the first read pays no page fault
-    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE)
+    @classmethod
+    def make(cls, pool: BufferPool, size: int) -> Self:
+        """Map whole pages, already there: the first read pays no page fault."""
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
+        pages = cls(-1, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE, flags=flags)
+        pages.pool = pool
+        return pages

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import resource
@@ -17,6 +16,7 @@ from kvcsfs.errors import KvcsClosedError, KvcsError, KvcsTimeoutError, KvcsUnav
 from kvcsfs.sdk.connection import Connection, Frame, Waiter
 from kvcsfs.sdk.deadline import Deadline
 from kvcsfs.sdk.gates import Gate
+from kvcsfs.sdk.transfer import Transfer
 
 BLOCK_BYTES = 4096  # what a value is charged beyond its size: padding to a block, and one for the footer
 
@@ -67,6 +67,7 @@ class Channel:
         self._closed = ""  # why, once it is
         self.max_fds = max(8, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
         self.fds = Gate(self.max_fds)
+        self.transfers: set[Transfer] = set()  # that hold descriptors
 
     def check_open(self) -> None:
         if self._closed:
@@ -113,7 +114,7 @@ class Channel:
         waiter = connection.request(make(link, connection.next_id()), deadline)
         try:
             return Exchange(link, waiter, connection.next_frame(waiter, deadline))
-        except KvcsTimeoutError:
+        except BaseException:  # Ctrl-C as well: what comes later is given back
             connection.abandon(waiter)
             raise
 
@@ -178,5 +179,7 @@ class Channel:
     def forget(self) -> None:
         """In a forked child: every further call says so, and the parent's connection is left alone."""
         self._closed = "the client belongs to the parent process: make a new one after a fork"
-        with contextlib.suppress(AttributeError):
-            self._link.connection.forget()  # type: ignore[union-attr]
+        if self._link is not None:
+            self._link.connection.forget()
+        for transfer in self.transfers:
+            transfer.forget()

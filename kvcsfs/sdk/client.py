@@ -6,7 +6,7 @@ import contextlib
 import errno
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -119,22 +119,26 @@ class KvcsLowLevelClient:
         self._default_seconds = check_seconds("default_deadline_s", default_deadline_s)
         connect_seconds = check_seconds("connect_timeout_s", connect_timeout_s)
         report_seconds = check_seconds("perf_report_interval_sec", perf_report_interval_sec)
-        self._simple = Pool("simple", _limit("simple_workers", simple_workers, 2, 1024))
+        simple = Pool("simple", _limit("simple_workers", simple_workers, 2, 1024))
         meter = Meter() if enable_metrics or perf_report_interval_sec else None
         self._core = Core(
-            channel=Channel(path, connect_seconds, self._simple.submit),
+            channel=Channel(path, connect_seconds, simple.submit),
             getters=Pool("get", _limit("get_workers", get_workers, 4, 1024)),
             setters=Pool("set", _limit("set_workers", set_workers, 4, 1024)),
-            max_keys=_limit("max_keys_per_batch", max_keys_per_batch, 256, wire.MAX_KEYS),
+            max_keys=min(_limit("max_keys_per_batch", max_keys_per_batch, 256, 1 << 31), wire.MAX_KEYS),
             max_key_size=_limit("max_key_size", max_key_size, 256, wire.MAX_KEY_BYTES),
             max_value_size=_limit("max_value_size", max_value_size, 4 << 20, wire.MAX_VALUE_BYTES),
             verify_reads=bool(verify_reads),
             meter=meter,
         )
         self._metrics_on = bool(enable_metrics)
-        reporter = Reporter(meter, report_seconds, log_path) if meter and perf_report_interval_sec else None
+        reporter = (
+            Reporter(meter, report_seconds, log_path or None) if meter and perf_report_interval_sec else None
+        )
         _clients.add(self)
-        self._end = weakref.finalize(self, _end, self._core, self._simple, reporter)
+        self._pools: tuple[Pool, ...] = (self._core.getters, self._core.setters, simple)
+        self._end = weakref.finalize(self, _end, self._core.channel, self._pools, reporter)
+        self._end.atexit = False  # daemon threads and descriptors end with the process
 
     # -- the five calls
 
@@ -150,7 +154,7 @@ class KvcsLowLevelClient:
         keys = check_types(keys)
         statuses = check_keys(keys, self._core.max_key_size)
         renew, index = bool(options.renew), options.mountpoint_index
-        with self._measure("exists", statuses, ()):
+        with self._call("exists", statuses, ()):
             places = open_places(statuses)
             try:
                 ask(
@@ -237,7 +241,7 @@ class KvcsLowLevelClient:
             raise TypeError("items must be a sequence of LLPutItem")
         sources = [check_source(item.value, "value") for item in items]
         put = Put(self._core, keys, sources, deadline, options.mountpoint_index, options.if_exists)
-        with self._measure("put", put.statuses, put.sizes):
+        with self._call("put", put.statuses, put.sizes):
             put.run()
         return [LLPutResult(status, "", key) for status, key in zip(put.statuses, keys, strict=True)]
 
@@ -248,7 +252,7 @@ class KvcsLowLevelClient:
         deadline, options = self._begin(deadline_s, opts)
         keys = check_types(keys)
         statuses, index = check_keys(keys, self._core.max_key_size), options.mountpoint_index
-        with self._measure("delete", statuses, ()):
+        with self._call("delete", statuses, ()):
             try:
                 ask(self._core, keys, statuses, lambda id_, sent: wire.Delete(id_, index, sent), deadline)
             except KvcsError as exc:
@@ -270,6 +274,9 @@ class KvcsLowLevelClient:
     def close(self) -> None:
         """End the connection and the workers; calls under way fail. Takes at most 5 s, and may be called again."""
         self._end()
+        deadline = Deadline(CLOSE_SECONDS)
+        for pool in self._pools:
+            pool.join(deadline)
 
     def __enter__(self) -> Self:
         return self
@@ -295,18 +302,24 @@ class KvcsLowLevelClient:
     ) -> Get:
         renew = options.renew is not False
         get = Get(self._core, keys, targets, deadline, options.mountpoint_index, renew)
-        with self._measure("get", get.statuses, get.statuses):
+        with self._call("get", get.statuses, get.statuses):
             get.run()
         return get
 
-    def _measure(
-        self, op: str, statuses: Sequence[int], sizes: Sequence[int]
-    ) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def _call(self, op: str, statuses: Sequence[int], sizes: Sequence[int]) -> Iterator[None]:
+        """Count a call where metrics are on, and name it in what it raises."""
         meter = self._core.meter
-        return _NOTHING if meter is None else meter.batch(op, statuses, sizes)
+        try:
+            with _NOTHING if meter is None else meter.batch(op, statuses, sizes):
+                yield
+        except KvcsError as exc:
+            exc.op = op
+            raise
 
     def _forget(self) -> None:
         self._end.detach()
+        self._pools = ()
         self._core.channel.forget()
 
 
@@ -317,13 +330,10 @@ def _sizes(get: Get) -> list[int]:
     return [status if status > 0 else needed.get(i, 0) for i, status in enumerate(statuses)]
 
 
-def _end(core: Core, simple: Pool, reporter: Reporter | None) -> None:
+def _end(channel: Channel, pools: Sequence[Pool], reporter: Reporter | None) -> None:
+    """End everything without waiting, when a client is closed or collected."""
     if reporter is not None:
         reporter.close()
-    core.channel.close()
-    pools = (core.getters, core.setters, simple)
+    channel.close()
     for pool in pools:
         pool.close()
-    deadline = Deadline(CLOSE_SECONDS)
-    for pool in pools:
-        pool.join(deadline)

@@ -96,7 +96,9 @@ class Get:
             raise
         opened = perf_counter()
         point = exchange.link.mountpoint(self._mountpoint) or _NO_POINT
-        reading = Reading(core.getters, partial(gate.give, taken), self.statuses, self.data, point)
+        reading = Reading(
+            core.getters, core.channel.transfers, partial(gate.give, taken), self.statuses, self.data, point
+        )
         self._transfer(exchange, reading, part)
         if core.meter is not None:
             core.meter.phases("get", begin, asked, opened)

@@ -122,13 +122,15 @@ class Put:
         except BaseException:
             fds_closed()
             raise
-        reserved = perf_counter()
+        marks = begin, asked, perf_counter()
         point = exchange.link.mountpoint(self._mountpoint) or _NO_POINT
-        self._transfer(exchange, Writing(core.setters, fds_closed, point), part)
-        if core.meter is not None:
-            core.meter.phases("put", begin, asked, reserved)
+        self._transfer(
+            exchange, Writing(core.setters, core.channel.transfers, fds_closed, point), part, marks
+        )
 
-    def _transfer(self, exchange: Exchange, writing: Writing, part: Sequence[int]) -> None:
+    def _transfer(
+        self, exchange: Exchange, writing: Writing, part: Sequence[int], marks: tuple[float, float, float]
+    ) -> None:
         tokens: list[int] = []  # not committed yet
         try:
             for frame in exchange.frames(self._deadline):
@@ -137,6 +139,8 @@ class Put:
                 self._take(exchange, frame, part, writing)
             if not writing.finish(self._deadline):
                 raise KvcsTimeoutError("the transfer did not end before the deadline")
+            if self._core.meter is not None:
+                self._core.meter.phases("put", *marks)
             self._commit(exchange, writing, tokens)
         except BaseException:
             writing.abort()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from xxhash import xxh3_128, xxh3_128_digest
 
 from kvcsfs import wire
-from kvcsfs.sdk.buffers import Target, cut, size_of, uninitialised, views_of
+from kvcsfs.sdk.buffers import Pages, Target, cut, size_of, uninitialised, views_of
 from kvcsfs.sdk.transfer import IOV_MAX, RANGE_BYTES, WHOLE_BYTES, Piece, Seat, Transfer, group, ranges
 from kvcsfs.sdk.workers import BOUNCE_BYTES, CHUNK_BYTES, Pool, bounce_buffer
 
@@ -67,12 +67,13 @@ class Reading(Transfer):
     def __init__(
         self,
         pool: Pool,
+        live: set[Transfer],
         fds_closed: Callable[[], None],
         statuses: list[int],
         data: list[bytearray | None],
         point: wire.MountpointInfo,
     ) -> None:
-        super().__init__(pool, fds_closed)
+        super().__init__(pool, live, fds_closed)
         self.statuses, self.data = statuses, data
         self.wrong: list[int] = []
         self.needed: dict[int, int] = {}
@@ -119,9 +120,11 @@ class Reading(Transfer):
                 target = data[places[j]] = uninitialised(size)
             else:
                 target = targets[j]
-            if size > step or self._direct or isinstance(target, list) or len(target) != size:
+            if size > step or self._direct or isinstance(target, list) or len(target) < size:
                 self._read_steps(hits, j, step)
                 continue
+            if len(target) > size:
+                target = memoryview(target)[:size]
             try:
                 n = preadv(fds[j], (target,), 0, flags)
             except OSError:  # EAGAIN: not cached; EOPNOTSUPP: the file system can't tell
@@ -201,7 +204,36 @@ class Reading(Transfer):
         self.add([(self._wait_for, (value, at, hits.sizes[j]))], slow=True)
 
     def _wait_for(self, seat: Seat, value: Value, start: int, end: int) -> None:
-        """Read a range chunk by chunk into this thread's own memory, and copy each while the call still waits."""
+        """Read a range: into a pool's buffer as it is, else chunk by chunk into this thread's own memory."""
+        pages = value.views[0].obj if len(value.views) == 1 else None
+        if self._direct and isinstance(pages, Pages):
+            with pages.pool.use(pages):
+                start = self._read_direct(value, start, end)
+        if start < end:
+            self._read_copying(seat, value, start, end)
+
+    def _read_direct(self, value: Value, at: int, end: int) -> int:
+        """Read whole blocks into memory that its pool keeps out of use meanwhile; return how far that went."""
+        view, fd = value.views[0], value.hits.fds[value.j]
+        while not self._closed and not value.broken:
+            size = min(RANGE_BYTES, end - at)
+            size -= size % self._align
+            try:
+                n = os.preadv(fd, (view[at : at + size],), at) if size else 0
+            except (
+                OSError
+            ):  # EINVAL: this part of the buffer isn't aligned; anything else shows again in the copy
+                return at
+            if not n or self._closed:
+                return at
+            self._arrived(value, at, at + n)
+            at += n
+            if n % self._align:
+                return at
+        return at
+
+    def _read_copying(self, seat: Seat, value: Value, start: int, end: int) -> None:
+        """Read chunk by chunk into this thread's own memory, and copy each while the call still waits."""
         bounce, fd, at = bounce_buffer(), value.hits.fds[value.j], start
         while at < end and not self._closed and not value.broken:
             skip = at % self._align  # direct I/O wants offsets in blocks
@@ -215,7 +247,7 @@ class Reading(Transfer):
                 return
             n = min(n, end - at)
             seat.inside = True
-            if self._closed:
+            if self._has_ended():
                 return
             done = skip
             for part in cut(value.views, at, n, BOUNCE_BYTES):

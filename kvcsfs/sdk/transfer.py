@@ -50,8 +50,10 @@ class Transfer:
     `_leave_all` returned nobody touches the caller's memory: a thread is `inside` before it looks at `_closed`.
     """
 
-    def __init__(self, pool: Pool, fds_closed: Callable[[], None]) -> None:
-        self._pool, self._fds_closed = pool, fds_closed
+    def __init__(self, pool: Pool, live: set[Transfer], fds_closed: Callable[[], None]) -> None:
+        """`live` has this transfer while it owns descriptors; `fds_closed` is called when they are closed."""
+        self._pool, self._live, self._fds_closed = pool, live, fds_closed
+        live.add(self)
         self._ready: deque[Piece] = deque()
         self._slow: deque[Piece] = deque()
         self._fds: list[list[int]] = []
@@ -106,6 +108,10 @@ class Transfer:
             self._end()
         self._leave_all()
 
+    def _has_ended(self) -> bool:
+        """`_closed`, where a type checker would believe what it read before."""
+        return self._closed
+
     def abort(self) -> None:
         """`stop` for a caller that did not come to the end of `finish`."""
         self.stop()
@@ -155,7 +161,15 @@ class Transfer:
                 return
         self._end()
 
+    def forget(self) -> None:
+        """In a forked child: close its copies of the descriptors, or they keep objects from being reused."""
+        for fds in self._fds:
+            close_fds(fds)
+
     def _end(self) -> None:
+        self._live.discard(
+            self
+        )  # first: a child forked from here on must not close what may be others' by then
         try:
             for fds in self._fds:
                 close_fds(fds)

@@ -11,7 +11,7 @@ from xxhash import xxh3_128, xxh3_128_digest
 from kvcsfs import wire
 from kvcsfs.sdk.buffers import Source, cut, size_of, views_of
 from kvcsfs.sdk.transfer import IOV_MAX, PENDING, WHOLE_BYTES, Piece, Seat, Transfer, group, ranges
-from kvcsfs.sdk.workers import CHUNK_BYTES, Pool
+from kvcsfs.sdk.workers import CHUNK_BYTES, Pool, bounce_buffer
 
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
 
@@ -36,9 +36,12 @@ class Slots:
 class Writing(Transfer):
     """A write may wait for a disk, so it's work for workers alone, except where the file system lives in memory."""
 
-    def __init__(self, pool: Pool, fds_closed: Callable[[], None], point: wire.MountpointInfo) -> None:
-        super().__init__(pool, fds_closed)
+    def __init__(
+        self, pool: Pool, live: set[Transfer], fds_closed: Callable[[], None], point: wire.MountpointInfo
+    ) -> None:
+        super().__init__(pool, live, fds_closed)
         self._waits = not point.in_memory
+        self._align = point.align  # > 0: direct I/O
         self.slots: list[Slots] = []
 
     def take(self, slots: Slots) -> None:
@@ -68,6 +71,7 @@ class Writing(Transfer):
                 if (
                     not isinstance(source, list)
                     and len(source) <= CHUNK_BYTES
+                    and not self._align
                     and pwritev(fds[j], (source,), 0) == len(source)
                 ):
                     digests[j] = digest(source)
@@ -90,17 +94,37 @@ class Writing(Transfer):
 
     def _push(self, fd: int, views: list[memoryview], at: int, end: int, hasher: xxh3_128 | None) -> bool:
         single = views[0] if len(views) == 1 else None
+        limit = (
+            1 << 30 if self._align else IOV_MAX
+        )  # direct I/O needs whole steps; it copies what a call can't take
         while at < end:
             if self._closed:
                 return False
             size = min(CHUNK_BYTES, end - at)
-            parts = [single[at : at + size]] if single is not None else cut(views, at, size, IOV_MAX)
-            n = os.pwritev(fd, parts, at)
+            parts = [single[at : at + size]] if single is not None else cut(views, at, size, limit)
+            n = self._write_direct(fd, parts, at) if self._align else os.pwritev(fd, parts, at)
             if hasher is not None:
                 for part in parts if n == size else cut(parts, 0, n, IOV_MAX):
                     hasher.update(part)
             at += n
         return True
+
+    def _write_direct(self, fd: int, parts: list[memoryview], at: int) -> int:
+        """Write one step: memory that is aligned as it is, other by way of this thread's own, filled up with zeros."""
+        size = sum(map(len, parts))
+        if not size % self._align:
+            try:
+                return os.pwritev(fd, parts, at)
+            except OSError as exc:
+                if exc.errno != errno.EINVAL:
+                    raise
+        bounce, padded = bounce_buffer(), -(-size // self._align) * self._align
+        done = 0
+        for part in parts:
+            bounce[done : done + len(part)] = part
+            done += len(part)
+        bounce[size:padded] = bytes(padded - size)
+        return min(size, os.pwritev(fd, (bounce[:padded],), at))
 
     def _write_range(
         self, _seat: Seat, slots: Slots, j: int, views: list[memoryview], start: int, end: int

@@ -11,10 +11,13 @@ import tempfile
 import threading
 from collections import Counter
 from pathlib import Path
+from typing import TypeVar
 
 from xxhash import xxh3_128_digest
 
 from kvcsfs import wire
+
+M = TypeVar("M", bound=wire.Message)
 
 
 class FakeDaemon:
@@ -29,6 +32,7 @@ class FakeDaemon:
         self.files: dict[str, tuple[Path, int, bytes]] = {}  # key -> file, size, checksum
         self.reserved: dict[int, tuple[str, Path, int]] = {}
         self.flags = 0
+        self.open_flags = 0
         self.per_frame = wire.FDS_PER_FRAME
         self.silent: set[type] = set()  # requests that get no answer until `resume`
         self.resume = threading.Event()
@@ -94,13 +98,13 @@ class FakeDaemon:
         with self.changed:
             return Counter(type(request).__name__ for request in self.seen)
 
-    def wait_for(self, kind: type[wire.Message], number: int = 1) -> list[wire.Request]:
+    def wait_for(self, kind: type[M], number: int = 1) -> list[M]:
         """The requests of a kind, once so many came."""
         with self.changed:
             assert self.changed.wait_for(lambda: sum(type(r) is kind for r in self.seen) >= number, 5), (
                 self.seen
             )
-            return [request for request in self.seen if type(request) is kind]
+            return [request for request in self.seen if isinstance(request, kind)]
 
     def store(self, key: str, value: bytes, checksum: bytes | None = None, size: int | None = None) -> None:
         handle, name = tempfile.mkstemp(dir=self.directory)
@@ -171,7 +175,7 @@ class FakeDaemon:
             hits = [
                 key for key, size in zip(request.keys[first:end], sizes[first:end], strict=True) if size > 0
             ]
-            fds = [os.open(self.files[key][0], os.O_RDONLY) for key in hits]
+            fds = [os.open(self.files[key][0], os.O_RDONLY | self.open_flags) for key in hits]
             checksums = b"".join(self.files[key][2] for key in hits)
             flags = bytes([self.flags]) * len(hits)
             more = (first, end) != runs[-1]
@@ -196,7 +200,11 @@ class FakeDaemon:
             self.reserved[tokens[-1]] = key, Path(name), size
         runs = list(wire.fd_slices([token > 0 for token in tokens], self.per_frame))
         for first, end in runs:
-            fds = [os.open(self.reserved[token][1], os.O_WRONLY) for token in tokens[first:end] if token > 0]
+            fds = [
+                os.open(self.reserved[token][1], os.O_WRONLY | self.open_flags)
+                for token in tokens[first:end]
+                if token > 0
+            ]
             self._send(
                 sock, wire.ReserveReply(request.id, first, tokens[first:end], (first, end) != runs[-1]), fds
             )

@@ -59,7 +59,7 @@ def test_a_batch_of_more_descriptors_than_one_message_carries(daemon):
     with KvcsLowLevelClient(daemon.path, max_keys_per_batch=300) as client:
         assert put(client, *keys) == [0] * 300
         got = client.ll_batch_get_items([LLGetItemOpt(key) for key in keys])
-        assert [r.data for r in got] == [key.encode() for key in keys]
+        assert [bytes(r.data or b"") for r in got] == [key.encode() for key in keys]
         assert daemon.count()["Open"] == 1
 
 
@@ -86,15 +86,12 @@ def test_a_daemon_that_is_gone_and_comes_back(client, daemon):
     assert get(client, "a") == [1]
 
 
-@pytest.mark.parametrize("kind", [wire.Open, wire.Query, wire.Reserve, wire.Delete])
-def test_a_daemon_that_dies_in_the_middle(client, daemon, kind):
-    daemon.dies_on = {kind}
-    for _ in range(2):
+def test_a_daemon_that_dies_in_the_middle(client, daemon):
+    daemon.dies_on = {wire.Open, wire.Query, wire.Reserve, wire.Delete}
+    for call in (lambda: client.ll_batch_query(["a"]), lambda: get(client, "a")):
         with pytest.raises(KvcsUnavailableError, match="closed the connection"):
-            client.ll_batch_query(["a"])
-            get(client, "a")
-            assert put(client, "a") + client.ll_batch_delete(["a"]) != [0, 0]
-            raise KvcsUnavailableError("closed the connection")
+            call()
+    assert put(client, "a") == client.ll_batch_delete(["a"]) == [-errno.ENOTCONN]
     daemon.dies_on = set()
     assert put(client, "a") == [0]
 
@@ -195,20 +192,17 @@ def test_a_reply_whose_descriptors_do_not_fit_is_asked_for_in_halves(client, dae
 
 def test_a_forked_child_is_told_and_leaves_the_parent_alone(client, daemon):
     assert put(client, "a") == [0]
-    sockets = {fd for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")}
+    link = client._core.channel._link
+    assert link is not None
     pid = os.fork()
     if pid == 0:
-        code = 1
         try:
             client.ll_batch_query(["a"])
         except KvcsClosedError as exc:
-            code = (
-                0 if "fork" in str(exc) and client._core.channel._link.connection._sock.fileno() == -1 else 2
-            )  # type: ignore[union-attr]
             client.close()
-        os._exit(code)
+            os._exit(0 if "fork" in str(exc) and link.connection._sock.fileno() == -1 else 2)
+        os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    assert sockets
     assert get(client, "a") == [1]
     assert daemon.count()["Hello"] == 1
 
@@ -225,7 +219,7 @@ def test_nothing_stays_open_after_thousands_of_batches(daemon):
             )
         for _ in range(100):
             assert put(client, "a", "b") == [0, 0]
-        assert open_fds() == fds
+        assert open_fds() < fds + 10  # not one a batch; other tests may still be closing theirs
         workers = [thread.name for thread in threading.enumerate() if thread.name.startswith("kvcs-")]
         assert workers.count("kvcs-get") <= 4
         assert workers.count("kvcs-set") <= 4

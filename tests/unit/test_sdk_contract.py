@@ -6,11 +6,12 @@ import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvcsfs import wire
-from kvcsfs.errors import KvcsClosedError, KvcsError, KvcsTimeoutError, KvcsUnavailableError
+from kvcsfs.errors import KvcsClosedError, KvcsCode, KvcsError, KvcsTimeoutError, KvcsUnavailableError
 from kvcsfs.sdk import KvcsLowLevelClient, LLBatchOptions, LLGetItemOpt, LLPutItem
 from tests.sdk.fake_daemon import FakeDaemon
 
@@ -72,8 +73,11 @@ def test_what_was_put_is_read_back_by_each_call(client, daemon):
 
 def test_an_empty_batch_is_an_empty_list_without_a_daemon(tmp_path):
     with KvcsLowLevelClient(tmp_path / "none") as client:
-        assert client.ll_batch_query([]) == client.ll_batch_get_items([]) == client.ll_batch_delete([]) == []
-        assert client.ll_batch_get_into_items([], []) == client.ll_batch_put([]) == []
+        assert client.ll_batch_query([]) == []
+        assert client.ll_batch_get_items([]) == []
+        assert client.ll_batch_get_into_items([], []) == []
+        assert client.ll_batch_put([]) == []
+        assert client.ll_batch_delete([]) == []
 
 
 def test_absent_keys_miss(client):
@@ -224,6 +228,10 @@ def test_no_daemon(tmp_path):
             with pytest.raises(KvcsUnavailableError, match="no daemon at") as failure:
                 call()
             assert isinstance(failure.value, ConnectionError)
+            error = failure.value
+            assert (error.code, error.errno) == (KvcsCode.UNAVAILABLE, errno.ENOTCONN)
+            assert str(error) == f"{error.op}: {error.message}"
+            assert error.op in {"get", "exists"}
         assert put(client, ("a", b"v"), ("", b"v")) == [-errno.ENOTCONN, -errno.EINVAL]
         assert client.ll_batch_delete(["a"]) == [-errno.ENOTCONN]
 
@@ -250,21 +258,24 @@ def test_deadlines_that_do(client, seconds):
     assert client.ll_batch_query(["a"], seconds)[0].status == "not_found"
 
 
+WRONG: Any = {"key": None, "value": "text", "segment": 3, "index": "0", "path": 3, "count": 1.5}
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda c: c.ll_batch_query("abc"), "sequence of str"),
         (lambda c: c.ll_batch_query([1]), "a key must be a str, not int"),
         (lambda c: c.ll_batch_get_items(["a"]), "LLGetItemOpt"),
-        (lambda c: c.ll_batch_get_items([LLGetItemOpt(None)]), "a key must be a str, not NoneType"),
-        (lambda c: c.ll_batch_put([LLPutItem("a", "text")]), "buffer of bytes, not str"),
-        (lambda c: c.ll_batch_put([LLPutItem("a", [b"x", 3])]), "buffer of bytes, not int"),
+        (lambda c: c.ll_batch_get_items([LLGetItemOpt(WRONG["key"])]), "a key must be a str, not NoneType"),
+        (lambda c: c.ll_batch_put([LLPutItem("a", WRONG["value"])]), "buffer of bytes, not str"),
+        (lambda c: c.ll_batch_put([LLPutItem("a", [b"x", WRONG["segment"]])]), "buffer of bytes, not int"),
         (lambda c: c.ll_batch_get_into_items([LLGetItemOpt("a")], [3]), "buffer of bytes, not int"),
         (lambda c: c.ll_batch_query(["a"], "1"), "seconds, not str"),
         (lambda c: c.ll_batch_query(["a"], opts={}), "LLBatchOptions"),
-        (lambda c: LLBatchOptions(mountpoint_index="0"), "mountpoint_index"),
-        (lambda c: KvcsLowLevelClient(3), "path"),
-        (lambda c: KvcsLowLevelClient("s", get_workers=1.5), "get_workers must be an int"),
+        (lambda c: LLBatchOptions(mountpoint_index=WRONG["index"]), "mountpoint_index"),
+        (lambda c: KvcsLowLevelClient(WRONG["path"]), "path"),
+        (lambda c: KvcsLowLevelClient("s", get_workers=WRONG["count"]), "get_workers must be an int"),
     ],
 )
 def test_wrong_types(client, call, message):
@@ -276,7 +287,7 @@ def test_wrong_types(client, call, message):
     "arguments",
     [
         {"efc_socket": ""}, {"efc_socket": "x" * 108}, {"max_value_size": -1}, {"max_value_size": (4 << 30) + 1},
-        {"max_key_size": 1025}, {"max_keys_per_batch": 1025}, {"get_workers": -1}, {"default_deadline_s": -1},
+        {"max_key_size": 1025}, {"max_keys_per_batch": -1}, {"get_workers": -1}, {"default_deadline_s": -1},
         {"perf_report_interval_sec": float("nan")},
     ],
 )  # fmt: skip

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -68,7 +70,7 @@ class Disk:
         return self._pwritev(fd, buffers, offset)
 
 
-def timed(seconds: float, call: Callable[[], object]) -> object:
+def timed(seconds: float, call: Callable[[], Any]) -> Any:
     """Run a call that must end in time; return its result or its exception."""
     begin = time.monotonic()
     try:
@@ -116,7 +118,7 @@ def test_a_late_reply_is_given_back(client, daemon):
     daemon.resume.set()
     assert daemon.wait_for(wire.Release)[0].lease == 77
     assert daemon.wait_for(wire.Abort)[0].tokens == [1]
-    wait_until(lambda: open_fds() == before)
+    wait_until(lambda: open_fds() <= before)
     assert not daemon.reserved
 
 
@@ -174,7 +176,7 @@ def test_a_disk_that_hangs_never_writes_the_callers_memory_later(daemon, disk, s
         assert disk.asked.is_set()
         assert daemon.wait_for(wire.Release)  # before the call returned, though a worker still reads
         disk.answers.set()
-        wait_until(lambda: open_fds() == before)  # closed by the last worker to come back
+        wait_until(lambda: open_fds() <= before)  # closed by the last worker to come back
         assert buffers == [bytes(size), b"\x02" * 100]
         assert [r.status for r in client.ll_batch_get_into_items(items, buffers)] == [size, 100]
         assert buffers[0] == value
@@ -206,7 +208,7 @@ def test_a_put_that_times_out_is_never_committed(daemon, disk, size):
         assert [r.status for r in results] == [-errno.ETIMEDOUT]
         assert daemon.wait_for(wire.Abort)[0].tokens == [1]
         disk.answers.set()
-        wait_until(lambda: open_fds() == before)
+        wait_until(lambda: open_fds() <= before)
         assert daemon.count()["Commit"] == 0
         assert [r.status for r in client.ll_batch_put([LLPutItem("a", b"again")])] == [0]
         assert daemon.value("a") == b"again"
@@ -240,3 +242,26 @@ def test_close_is_bounded_while_workers_hang(client, daemon, disk, monkeypatch):
     daemon.store("slow", VALUE)
     timed(0.05, lambda: client.ll_batch_get_items([LLGetItemOpt("slow")], 0.05))
     timed(0.1, client.close)
+
+
+def test_a_forked_child_closes_its_copies_of_descriptors_in_use(client, daemon, disk):
+    daemon.store("slow", VALUE)
+    thread = threading.Thread(target=client.ll_batch_get_items, args=([LLGetItemOpt("slow")],))
+    thread.start()
+    assert disk.asked.wait(5)
+    name = str(daemon.files["slow"][0])
+    assert name in links()
+    pid = os.fork()
+    if pid == 0:
+        os._exit(int(name in links()))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    disk.answers.set()
+    thread.join()
+
+
+def links() -> set[str]:
+    names = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            names.add(os.readlink(f"/proc/self/fd/{fd}"))
+    return names

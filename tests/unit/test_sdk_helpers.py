@@ -15,7 +15,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvcsfs import wire
-from kvcsfs.errors import KvcsTimeoutError, KvcsUnavailableError
+from kvcsfs.errors import KvcsUnavailableError
 from kvcsfs.sdk import BufferPool, KvcsLowLevelClient, LLGetItemOpt, LLPutItem, WriteBackQueue
 from kvcsfs.sdk.buffers import check_source, check_targets, cut, uninitialised
 from kvcsfs.sdk.metrics import Meter, Recorder, Reporter
@@ -99,8 +99,8 @@ def test_memory_that_is_not_filled():
 def test_a_pool_lends_pages_and_takes_them_back():
     pool = BufferPool(3, 5000)
     with pool.take(2) as lent:
-        assert [len(view) for view in lent] == [8192, 8192]
-        check_targets(lent)  # type: ignore[arg-type]
+        assert [len(view) for view in lent] == [5000, 5000]
+        check_targets(lent)
         with pytest.raises(TimeoutError, match="2 buffers"), pool.take(2, timeout_s=0.001):
             pass
         lent[0][:1] = b"x"
@@ -117,10 +117,10 @@ def test_a_pool_grows():
     with pool.take(1) as held:
         pool.grow(10_000)
         with pool.take(1) as lent:
-            assert len(lent[0]) == 12288
+            assert len(lent[0]) == 10_000
         assert len(held[0]) == 4096
     with pool.take(2) as lent:
-        assert [len(view) for view in lent] == [12288] * 2
+        assert [len(view) for view in lent] == [10_000] * 2
 
 
 def test_a_waiting_take_gets_what_is_returned():
@@ -151,13 +151,14 @@ def test_metrics_count_what_happened(daemon):
         metrics = client.get_metrics()
         assert metrics["enabled"] is True
         ops = metrics["ops"]
-        counts = {
-            op: tuple(ops[op][name] for name in ("success", "miss", "error", "keys", "bytes", "batches"))
-            for op in ops
-        }
+        names = ("success", "miss", "error", "keys", "bytes", "batches")
+        counts = {op: tuple(ops[op][name] for name in names) for op in ops}
         assert counts == {
-            "put": (1, 0, 1, 2, 3, 1), "get": (1, 1, 0, 2, 3, 1), "exists": (1, 0, 1, 2, 0, 1), "delete": (1, 1, 0, 2, 0, 1),
-        }  # fmt: skip
+            "put": (1, 0, 1, 2, 3, 1),
+            "get": (1, 1, 0, 2, 3, 1),
+            "exists": (1, 0, 1, 2, 0, 1),
+            "delete": (1, 1, 0, 2, 0, 1),
+        }
         assert ops["put"]["errors"] == {"ENOSPC": 1}
         assert ops["exists"]["errors"] == {"EINVAL": 1}
         assert set(ops["put"]["phases"]) == {"queue", "request", "transfer", "commit"}
@@ -290,7 +291,8 @@ def test_write_back_drops_what_does_not_fit(daemon):
 
 def test_write_back_survives_a_callback_and_a_client_that_fail(daemon, caplog):
     client = KvcsLowLevelClient(daemon.path)
-    queue, statuses = WriteBackQueue(client), []
+    queue = WriteBackQueue(client)
+    statuses: list[int] = []
 
     def failing(status: int) -> None:
         raise RuntimeError("as the test says")
@@ -340,7 +342,4 @@ def test_a_timeout_of_write_back_is_its_puts(daemon):
         queue.submit("a", b"v")
         assert queue.flush(5)
         assert queue.stats()["failed"] == {"ETIMEDOUT": 1}
-        with pytest.raises(KvcsTimeoutError):
-            daemon.silent = {wire.Query}
-            client.ll_batch_query(["a"], 0.01)
         queue.close()

@@ -4,17 +4,34 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from kvcsfs import wire
-from kvcsfs.sdk import KvcsLowLevelClient, LLGetItemOpt, LLPutItem
-from kvcsfs.sdk.transfer import RANGE_BYTES, TASK_BYTES, WHOLE_BYTES, group, ranges
+from kvcsfs.errors import KvcsTimeoutError
+from kvcsfs.sdk import BufferPool, KvcsLowLevelClient, LLGetItemOpt, LLPutItem
+from kvcsfs.sdk.reading import Reading, Value
+from kvcsfs.sdk.transfer import TASK_BYTES, Seat, group, ranges
 from tests.sdk.fake_daemon import FakeDaemon
 
 MIB = 1 << 20
+RANGE, WHOLE = MIB, 4 * MIB
+
+
+@pytest.fixture(autouse=True)
+def _small_limits(monkeypatch):
+    """Cut values up that a test has time to write."""
+    for module, name, value in (
+        ("transfer", "RANGE_BYTES", RANGE),
+        ("reading", "RANGE_BYTES", RANGE),
+        ("reading", "WHOLE_BYTES", WHOLE),
+        ("writing", "WHOLE_BYTES", WHOLE),
+    ):
+        monkeypatch.setattr(f"kvcsfs.sdk.{module}.{name}", value)
 
 
 @pytest.fixture
@@ -48,7 +65,7 @@ def uncached(monkeypatch):
     monkeypatch.setattr(os, "preadv", slow)
 
 
-@pytest.mark.parametrize("size", [1, 512 << 10, (512 << 10) + 1, 9 * MIB + 5, WHOLE_BYTES + 7])
+@pytest.mark.parametrize("size", [1, 512 << 10, (512 << 10) + 1, 9 * MIB + 5, WHOLE + 7])
 def test_sizes_around_every_cut(client, daemon, size):
     value = os.urandom(size)
     assert client.ll_batch_put([LLPutItem("a", value)])[0].status == 0
@@ -56,7 +73,7 @@ def test_sizes_around_every_cut(client, daemon, size):
     assert read(client, "a") == value
 
 
-@pytest.mark.parametrize("size", [1, MIB, 3 * MIB + 1, 9 * MIB, WHOLE_BYTES + 1])
+@pytest.mark.parametrize("size", [1, MIB, 3 * MIB + 1, 9 * MIB, WHOLE + 1])
 def test_values_that_are_not_in_the_page_cache(client, daemon, uncached, size):
     value = os.urandom(size)
     daemon.store("a", value)
@@ -89,11 +106,11 @@ def test_writes_that_come_in_pieces(client, daemon, monkeypatch):
     assert daemon.value("a") == value
 
 
-@pytest.mark.parametrize("size", [1000, 5 * MIB, 70 * MIB])
+@pytest.mark.parametrize("size", [1000, 5 * MIB, 6 * MIB])
 def test_lists_of_buffers_both_ways(client, daemon, size):
     value = os.urandom(size)
     cuts = [0, 1, 1, 7, size // 3, size]
-    segments = [value[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+    segments = [value[a:b] for a, b in pairwise(cuts)]
     assert client.ll_batch_put([LLPutItem("a", segments), LLPutItem("b", tuple(segments))])[1].status == 0
     assert daemon.value("a") == daemon.value("b") == value
     buffers = [bytearray(len(s)) for s in segments[:-1]] + [bytearray(len(segments[-1]) + 10)]
@@ -114,7 +131,7 @@ def test_more_pieces_than_one_system_call_takes(client, daemon):
     assert b"".join(buffers) == b"".join(segments)
 
 
-@pytest.mark.parametrize("size", [1000, 3 * MIB, 70 * MIB])
+@pytest.mark.parametrize("size", [1000, 3 * MIB, 6 * MIB])
 @pytest.mark.parametrize("cached", [True, False])
 def test_bytes_that_fail_their_checksum_are_a_miss_and_reported(daemon, size, cached, request):
     if not cached:
@@ -163,7 +180,7 @@ def test_a_disk_that_fails_to_read(client, daemon, monkeypatch):
     ("raised", "status"),
     [(errno.ENOSPC, -errno.ENOSPC), (errno.EDQUOT, -errno.ENOSPC), (errno.EROFS, -errno.EIO)],
 )
-@pytest.mark.parametrize("size", [10, MIB, 70 * MIB])
+@pytest.mark.parametrize("size", [10, MIB, 6 * MIB])
 def test_a_disk_that_fails_to_write_fails_that_key_alone(client, daemon, monkeypatch, raised, status, size):
     pwritev = os.pwritev
 
@@ -189,11 +206,76 @@ def test_nothing_waits_for_a_worker_where_files_lie_in_memory(tmp_path):
     daemon.stop()
 
 
+@pytest.fixture
+def direct(daemon: FakeDaemon) -> None:
+    daemon.points, daemon.open_flags = [wire.MountpointInfo(0, 4 << 30, False, 4096)], os.O_DIRECT
+
+
+@pytest.mark.parametrize("size", [1, 4096, 8192 + 1, 3 * MIB, 9 * MIB + 77, WHOLE + 4097])
+def test_direct_io_from_and_to_any_memory(client, daemon, direct, size):
+    value = os.urandom(size)
+    segments = [value[: size // 3], value[size // 3 :]]
+    assert [r.status for r in client.ll_batch_put([LLPutItem("a", value), LLPutItem("b", segments)])] == [
+        0,
+        0,
+    ]
+    assert daemon.value("a") == daemon.value("b") == value
+    assert read(client, "a") == value
+    odd = memoryview(bytearray(size + 2))[1:-1]
+    halves = [bytearray(size // 2), bytearray(size - size // 2)]
+    results = client.ll_batch_get_into_items([LLGetItemOpt("a"), LLGetItemOpt("b")], [odd, halves])
+    assert [r.status for r in results] == [size] * 2
+    assert odd == b"".join(halves) == value
+
+
+@pytest.mark.parametrize("size", [4096, 3 * MIB + 5, 9 * MIB])
+def test_direct_io_goes_straight_into_and_out_of_a_pools_buffer(client, daemon, direct, monkeypatch, size):
+    value = os.urandom(size)
+    pool = BufferPool(1, size)
+    with pool.take(1) as buffers:
+        buffers[0][:] = value
+        assert client.ll_batch_put([LLPutItem("a", buffers[0])])[0].status == 0
+        buffers[0][:] = bytes(size)
+        copied: list[int] = []
+        copying = Reading._read_copying
+
+        def noting(self: Reading, seat: Seat, value: Value, start: int, end: int) -> None:
+            copied.append(end - start)
+            copying(self, seat, value, start, end)
+
+        monkeypatch.setattr(Reading, "_read_copying", noting)
+        assert client.ll_batch_get_into_items([LLGetItemOpt("a")], buffers)[0].status == size
+        assert buffers[0] == value
+        assert sum(copied) == size % 4096  # only a last piece of less than a block
+
+
+def test_a_pools_buffer_stays_out_of_use_while_a_worker_reads_into_it(daemon, direct, monkeypatch):
+    preadv, asked, answers = os.preadv, threading.Event(), threading.Event()
+
+    def hanging(fd, buffers, offset, flags=0):
+        asked.set()
+        answers.wait()
+        return preadv(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", hanging)
+    daemon.store("a", b"x" * 8192)
+    pool = BufferPool(1, 8192)
+    with KvcsLowLevelClient(daemon.path) as client:
+        with pool.take(1) as buffers, pytest.raises(KvcsTimeoutError):
+            client.ll_batch_get_into_items([LLGetItemOpt("a")], buffers, 0.3)
+        assert asked.is_set()
+        with pytest.raises(TimeoutError), pool.take(1, timeout_s=0.01):
+            pass
+        answers.set()
+        with pool.take(1, timeout_s=5) as buffers:
+            assert len(buffers[0]) == 8192
+
+
 def test_work_is_cut_by_bytes():
-    runs, large = group([64 << 10] * 256, RANGE_BYTES)
+    runs, large = group([64 << 10] * 256, RANGE)
     assert {end - first for first, end in runs} == {TASK_BYTES // (64 << 10)}
     assert (runs[0][0], runs[-1][1], large) == (0, 256, [])
-    assert group([4 * MIB] * 3, RANGE_BYTES) == ([(0, 1), (1, 2), (2, 3)], [])
-    assert group([1, 100 * MIB, 1], RANGE_BYTES) == ([(0, 1), (2, 3)], [1])
+    assert group([4 * MIB] * 3, 8 * MIB) == ([(0, 1), (1, 2), (2, 3)], [])
+    assert group([1, 100 * MIB, 1], RANGE) == ([(0, 1), (2, 3)], [1])
     assert group([], 1) == ([], [])
-    assert [end - start for start, end in ranges(2 * RANGE_BYTES + 1)] == [RANGE_BYTES, RANGE_BYTES, 1]
+    assert [end - start for start, end in ranges(2 * RANGE + 1)] == [RANGE, RANGE, 1]

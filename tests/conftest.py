@@ -1,0 +1,24 @@
+"""What every test gets: a warning in the log that the test did not announce fails it."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture
+def expected_warnings() -> list[str]:
+    """Regular expressions of log messages that this test is about; a test appends to it."""
+    return []
+
+
+@pytest.fixture(autouse=True)
+def _log_police(caplog: pytest.LogCaptureFixture, expected_warnings: list[str]) -> Iterator[None]:
+    yield
+    for record in caplog.get_records("call"):
+        message = record.getMessage()
+        if record.levelno >= logging.WARNING and record.name.startswith("kvcsfs"):
+            assert any(re.search(e, message) for e in expected_warnings), f"undeclared warning: {message}"
