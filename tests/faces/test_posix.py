@@ -394,6 +394,26 @@ def test_rename_over_files_in_every_state(store, folder):
             assert os.listdir(folder) == ["t"]
 
 
+def test_rename_over_a_value_and_on_leaves_nothing_of_it(store, folder):
+    (folder / "b").write_bytes(b"old")
+    with open(folder / "a", "wb", buffering=0):
+        os.rename(folder / "a", folder / "b")
+        os.rename(folder / "b", folder / "c")
+        assert os.listdir(folder) == ["c"]
+    assert store.get(key(folder / "b", store)) is None
+    assert os.listdir(folder) == ["c"]
+
+
+def test_a_file_being_written_is_listed_although_its_old_value_is_deleted(store, folder):
+    path = folder / "v"
+    path.write_bytes(b"old")
+    with open(path, "wb", buffering=0):
+        store.delete(key(path, store))
+        assert os.listdir(folder) == ["v"]
+    assert store.get(key(path, store)) is None
+    assert os.listdir(folder) == ["v"]
+
+
 def test_rename_errors(folder):
     (folder / "d" / "e").mkdir(parents=True)
     (folder / "full").mkdir()
