@@ -13,7 +13,8 @@ from typing import Self, TypeVar
 from kvcsfs import wire
 from tests.stores import checksum
 
-R = TypeVar("R")
+R = TypeVar("R", bound=wire.Message)
+Sliced = TypeVar("Sliced", wire.OpenReply, wire.ReserveReply)
 
 
 class RawClient:
@@ -32,7 +33,9 @@ class RawClient:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
         self.close()
 
     def close(self) -> None:
@@ -90,15 +93,16 @@ class RawClient:
         self.send(wire.Reserve(self.next_id(), 0, list(keys), list(sizes), ttl_seconds=ttl))
         return self._frames(wire.ReserveReply)
 
-    def _frames(self, kind: type[R]) -> tuple[list[R], list[list[int]]]:
-        replies, fds = [], []
+    def _frames(self, kind: type[Sliced]) -> tuple[list[Sliced], list[list[int]]]:
+        replies: list[Sliced] = []
+        fds: list[list[int]] = []
         more = True
         while more:
             reply, came = self.receive()
             assert isinstance(reply, kind), reply
             replies.append(reply)
             fds.append(came)
-            more = reply.more  # type: ignore[attr-defined]
+            more = reply.more
         return replies, fds
 
     def put(self, key: str, value: bytes) -> int:

@@ -53,7 +53,12 @@ async def nothing_held(engine: Engine) -> None:
     with trio.fail_after(5):
         while True:
             status = engine.status()
-            held = (status["leases"], status["reservations"], volume.catalog.pinned, volume.catalog.ledger.reserved)
+            held = (
+                status["leases"],
+                status["reservations"],
+                volume.catalog.pinned,
+                volume.catalog.ledger.reserved,
+            )
             if held == (0, 0, 0, 0) and not volume.catalog.retired:
                 break
             await trio.sleep(0.001)
@@ -198,17 +203,17 @@ async def test_an_open_of_300_keys_is_two_frames(tmp_path):
                 os.close(fd)
             assert client.commit(reply.tokens, [contents[n] for n in part]) == [0] * 150
         asked = [*names[:100], "none", *names[100:]]
-        replies, fds = client.open(asked)
-        assert [len(f) for f in fds] == [253, 47]
+        replies, parts = client.open(asked)
+        assert [len(f) for f in parts] == [253, 47]
         assert [(r.first, r.more, len(r.sizes)) for r in replies] == [(0, True, 254), (254, False, 47)]
         assert len({r.lease for r in replies}) == 1
         assert [len(r.checksums) for r in replies] == [16 * 253, 16 * 47]
         assert replies[0].sizes[100] == 0
         sums = b"".join(r.checksums for r in replies)
-        got = [os.pread(fd, 600, 0) for part in fds for fd in part]
+        got = [os.pread(fd, 600, 0) for part in parts for fd in part]
         assert got == [contents[n] for n in names], "descriptor i belongs to hit i"
         assert sums == b"".join(checksum(contents[n]) for n in names)
-        for fd in (fd for part in fds for fd in part):
+        for fd in (fd for part in parts for fd in part):
             assert fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
             os.close(fd)
         assert client.status()["leases"] == 1
@@ -226,13 +231,13 @@ async def test_a_reserve_of_300_keys_is_two_frames(tmp_path):
     def script(client: RawClient) -> None:
         sizes = [600] * 300
         sizes[0] = 0
-        replies, fds = client.reserve(list(contents), sizes)
-        assert [len(f) for f in fds] == [253, 46]
+        replies, parts = client.reserve(list(contents), sizes)
+        assert [len(f) for f in parts] == [253, 46]
         assert [(r.first, r.more, len(r.tokens)) for r in replies] == [(0, True, 254), (254, False, 46)]
         assert replies[0].tokens[0] == -errno.EINVAL
         tokens = [t for r in replies for t in r.tokens if t > 0]
         written = list(contents.values())[1:]
-        for value, fd in zip(written, (fd for part in fds for fd in part), strict=True):
+        for value, fd in zip(written, (fd for part in parts for fd in part), strict=True):
             assert fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY
             os.pwrite(fd, value, 0)
             os.close(fd)
@@ -405,7 +410,7 @@ async def test_a_stop_answers_what_was_asked(tmp_path):
 
     async def stop() -> None:
         while not engine.status()["mountpoints"][0]["puts"]:
-            await trio.sleep(0)
+            await trio.lowlevel.checkpoint()
         face.stop()
 
     async with running(settings) as engine:

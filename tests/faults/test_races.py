@@ -481,7 +481,9 @@ async def test_a_commit_whose_footer_can_not_be_written(tmp_path, monkeypatch):
         adds_up(engine)
 
 
-async def test_a_rename_stands_when_the_old_footer_can_not_be_voided(tmp_path, monkeypatch, expected_warnings):
+async def test_a_rename_stands_when_the_old_footer_can_not_be_voided(
+    tmp_path, monkeypatch, expected_warnings
+):
     expected_warnings.append("the footer of a replaced object can't be voided: Input/output error")
     async with running(config(tmp_path)) as engine:
         session = engine.session(0)
@@ -500,7 +502,9 @@ async def test_a_rename_stands_when_the_old_footer_can_not_be_voided(tmp_path, m
         adds_up(engine)
 
 
-async def test_a_commit_stands_when_the_old_footer_can_not_be_voided(tmp_path, monkeypatch, expected_warnings):
+async def test_a_commit_stands_when_the_old_footer_can_not_be_voided(
+    tmp_path, monkeypatch, expected_warnings
+):
     expected_warnings.append("the footer of a replaced object can't be voided: Input/output error")
     async with running(config(tmp_path)) as engine:
         session = engine.session(0)

@@ -58,7 +58,9 @@ class CatalogMachine(RuleBasedStateMachine):
             assert not victim.pins
             model.order.remove(victim)
         unpinned = [e for e in before if not e.pins]
-        assert sorted(map(id, plan.victims)) == sorted(map(id, unpinned[: len(plan.victims)])), "the oldest go"
+        assert sorted(map(id, plan.victims)) == sorted(map(id, unpinned[: len(plan.victims)])), (
+            "the oldest go"
+        )
         for i in given_out:
             self.slots += 1
             model.staged.append(entry(batch[i][0], batch[i][1], self.slots))

@@ -325,11 +325,13 @@ async def test_a_session_that_closes_while_it_reserves_keeps_nothing(tmp_path):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(reserving)
             while not ledger(engine).reserved:
-                await trio.sleep(0)
+                await trio.lowlevel.checkpoint()
             await engine.close_session(session)
         await settle(engine)
         assert ledger(engine).reserved == 0
-        assert all(open_count(path) <= 1 for path in slot_files(tmp_path / "data0")), "free slots keep one descriptor"
+        assert all(open_count(path) <= 1 for path in slot_files(tmp_path / "data0")), (
+            "free slots keep one descriptor"
+        )
         assert open_count(path_of(tmp_path / "data0", 0)) == 0
 
 
@@ -566,8 +568,9 @@ async def test_a_wrong_value_is_dropped_and_counted(tmp_path, expected_warnings)
         await put(engine, session, "bad", b"b" * 5000)
         (bad,) = await engine.query_many(0, ["bad"])
         assert isinstance(bad, Entry)
-        with open(path_of(tmp_path / "data0", bad.slot), "r+b") as file:
-            file.write(b"?")
+        fd = os.open(path_of(tmp_path / "data0", bad.slot), os.O_WRONLY)
+        os.pwrite(fd, b"?", 0)
+        os.close(fd)
         assert await engine.verify_many(0, ["good", "bad", "none", "bad"]) == [5000, 0, 0, 0]
         assert await keys(engine) == ["good"]
         assert engine.status()["mountpoints"][0]["checksum_errors"] == 1
@@ -645,7 +648,9 @@ async def test_after_an_unclean_stop_every_committed_value_is_there(tmp_path):
     async with running(config(tmp_path / "crash")) as engine:
         entries = list(engine.volumes[0].catalog.victims())
         assert not any(e.proven for e in entries)
-        assert [e.key for e in entries] == ["m/0", "m/1", "m/3", "m/2", "m/late"], "in the order of the checkpoint"
+        assert [e.key for e in entries] == ["m/0", "m/1", "m/3", "m/2", "m/late"], (
+            "in the order of the checkpoint"
+        )
         assert await contents_of(engine) == contents
         assert bytes_on_disk(tmp_path / "crash" / "data0") == ledger(engine).used
         assert await engine.verify_many(0, ["m/0"]) == [5000]

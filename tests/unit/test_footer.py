@@ -12,7 +12,11 @@ from kvcsfs.engine.entry import BLOCK
 def block(key: str = "m/a", version: int = footer.FORMAT) -> bytes:
     """A footer of any format, packed by hand from docs/format.md."""
     name = key.encode()
-    head = b"KVCSFOOT" + struct.pack("<IIQQQ", version, len(name), 5000, 7, 1_500_000_000_000_000_000) + b"c" * 16
+    head = (
+        b"KVCSFOOT"
+        + struct.pack("<IIQQQ", version, len(name), 5000, 7, 1_500_000_000_000_000_000)
+        + b"c" * 16
+    )
     body = (head + name).ljust(BLOCK - 8, b"\0")
     return body + struct.pack("<Q", xxhash.xxh3_64_intdigest(body))
 

@@ -25,9 +25,7 @@ def restart(path: Path) -> Found:
         store.close()
 
 
-def snapshot(
-    store: SlotStore, entries: list[Entry], clean: bool, free: tuple[FreeSlot, ...] = ()
-) -> None:
+def snapshot(store: SlotStore, entries: list[Entry], clean: bool, free: tuple[FreeSlot, ...] = ()) -> None:
     writer = SnapshotWriter(store)
     writer.add(recovery.rows(entries))
     writer.finish(free, {"modes": 1}, clean)
@@ -46,7 +44,12 @@ def test_from_slots_alone(tmp_path):
     by_key = {e.key: e for e in found.entries}
     assert set(by_key) == {"m/a", "m/.b.tmp"}
     again = by_key["m/a"]
-    assert (again.slot, again.size, again.checksum, again.generation) == (a.slot, 5000, a.checksum, a.generation)
+    assert (again.slot, again.size, again.checksum, again.generation) == (
+        a.slot,
+        5000,
+        a.checksum,
+        a.generation,
+    )
     assert (again.created, again.used, again.proven, again.temporary) == (1000.0, 1000.0, False, False)
     assert by_key[b.key].temporary
 
@@ -200,7 +203,9 @@ def test_a_stale_snapshot_only_gives_the_order_of_use(tmp_path):
     assert found_keys(found) == ["a", "b"]
     one, other = found.entries
     assert (one.used, one.hits, one.proven) == (9.0, 4, False)
-    assert (other.slot, other.used, other.hits) == (b2.slot, 1000.0, 0), "use of the replaced object is not its own"
+    assert (other.slot, other.used, other.hits) == (b2.slot, 1000.0, 0), (
+        "use of the replaced object is not its own"
+    )
     assert found.free_slots == []
     assert found.extras == {"modes": 1}
 

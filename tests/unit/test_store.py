@@ -223,7 +223,11 @@ def test_a_second_daemon_is_refused(store, tmp_path):
 
 @pytest.mark.parametrize(
     ("version", "message"),
-    [("kvcsfs 2 abc\n", "format 2"), ("something else\n", "not a kvcsfs data"), ("kvcsfs x y\n", "not a kvcsfs data")],
+    [
+        ("kvcsfs 2 abc\n", "format 2"),
+        ("something else\n", "not a kvcsfs data"),
+        ("kvcsfs x y\n", "not a kvcsfs data"),
+    ],
 )
 def test_a_directory_that_is_not_ours_is_refused(tmp_path, version, message):
     (tmp_path / "VERSION").write_text(version)
