@@ -35,6 +35,7 @@ from tests.stores import (
     put,
     reserve,
     running,
+    settle,
     slot_files,
     values,
     write,
@@ -50,12 +51,6 @@ async def entry_of(engine: Engine, key: str) -> Entry:
     (found,) = await engine.query_many(0, [key])
     assert found is not None
     return found
-
-
-async def settle(engine: Engine) -> None:
-    with trio.fail_after(5):
-        while any(not e.pins for e in engine.volumes[0].catalog.retired):
-            await trio.sleep(0.001)
 
 
 def adds_up(engine: Engine) -> None:

@@ -35,6 +35,7 @@ from tests.stores import (
     put,
     reserve,
     running,
+    settle,
     slot_files,
     values,
     write,
@@ -46,13 +47,6 @@ VALUE = OBJECT - BLOCK
 
 def ledger(engine: Engine, index: int = 0):
     return engine.volumes[index].catalog.ledger
-
-
-async def settle(engine: Engine) -> None:
-    """Wait until nothing is left to be reclaimed."""
-    with trio.fail_after(5):
-        while any(not e.pins for v in engine.volumes for e in v.catalog.retired):
-            await trio.sleep(0.001)
 
 
 # -- put and get
