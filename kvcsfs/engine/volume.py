@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 THREADS = 16
 EVICT_BATCH = 64  # victims of one background trip; a put waits for no more than that
 RETRY_SECONDS = 5.0
-HELD_SLOTS = 512  # free slots that keep a descriptor
+HELD_SLOTS = 512  # free slots that keep a descriptor, as far as there are enough
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -57,6 +57,7 @@ class Volume:
         self._limiter = trio.CapacityLimiter(THREADS)
         self._claimed: dict[str, trio.Event] = {}
         self._reclaiming: set[Entry] = set()
+        self._hold_limit = min(HELD_SLOTS, descriptor_limit // 4)
         self._keeping = 0  # bytes on the way to be free slots
         self._low = trio.Event()
         self._loose = trio.Event()
@@ -377,7 +378,7 @@ class Volume:
         entries = [e for e in entries if e not in self._reclaiming and e in self.catalog.retired]
         if not entries:
             return
-        hold = HELD_SLOTS - sum(s.fd >= 0 for s in self.catalog.free_slots()) - len(self._reclaiming)
+        hold = self._hold_limit - sum(s.fd >= 0 for s in self.catalog.free_slots()) - len(self._reclaiming)
         self._reclaiming.update(entries)
         limit = self.catalog.ledger.capacity // FREE_SLOTS_SHARE
         keep: list[bool] = []
@@ -508,12 +509,12 @@ class Volume:
     async def close(self) -> None:
         """Write the last snapshot and give the directory up. Without one the next start reads the footers."""
         await self.reclaim([e for e in self.catalog.retired if not e.pins])
+        jobs.close_all(self.descriptors.clear())  # first, so that the snapshot finds one
+        jobs.close_all(s.fd for s in self.catalog.free_slots() if s.fd >= 0)
         try:
             await self.checkpoint(clean=not self.catalog.retired)
         except OSError as exc:
             log.warning("%s: no snapshot: %s", self.config.path, exc.strerror)
-        jobs.close_all(self.descriptors.clear())
-        jobs.close_all(s.fd for s in self.catalog.free_slots() if s.fd >= 0)
         self.store.close()
 
     def status(self) -> dict[str, Any]:
