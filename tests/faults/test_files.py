@@ -158,7 +158,7 @@ async def main():
                 assert isinstance(r, BackingError), r
         engine.release(other, opened.lease)
         await engine.delete_many(0, list(contents)[:200])
-        got = [await stores.get(engine, other, key) for key in list(contents)[200:]]
+        got = [await stores.get(engine, engine.session(2), key) for key in list(contents)[200:]]
         assert got == list(contents.values())[200:], "with descriptors again, everything is readable"
         await engine.close_session(session)
         engine.check()
