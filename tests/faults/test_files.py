@@ -141,13 +141,13 @@ from tests import stores
 async def main():
     async with stores.running(stores.config(Path({data!r}), 64 << 20)) as engine:
         session, other = engine.session(0), engine.session(1)
-        contents = stores.values([f"k{{i}}" for i in range(250)], 600)
+        contents = stores.values([f"k{{i}}" for i in range(320)], 600)
         for key, value in contents.items():
             assert await stores.put(engine, session, key, value) is None
         opened = await engine.open_many(other, 0, list(contents))
         assert opened.errors and all(isinstance(e, BackingError) for e in opened.errors.values())
         hits = [e for e in opened.entries if e]
-        assert hits and len(opened.errors) + len(hits) == 250
+        assert hits and len(opened.errors) + len(hits) == 320
         for entry, fd in zip(hits, opened.fds):
             assert os.pread(fd, entry.size, 0) == contents[entry.key]
         results = await engine.reserve_many(session, 0, ["n1", "n2"], [600, 600])
@@ -157,9 +157,9 @@ async def main():
             else:
                 assert isinstance(r, BackingError), r
         engine.release(other, opened.lease)
-        await engine.delete_many(0, list(contents)[:200])
-        got = [await stores.get(engine, engine.session(2), key) for key in list(contents)[200:]]
-        assert got == list(contents.values())[200:], "with descriptors again, everything is readable"
+        await engine.delete_many(0, list(contents)[:290])
+        got = [await stores.get(engine, engine.session(2), key) for key in list(contents)[290:]]
+        assert got == list(contents.values())[290:], "with descriptors again, everything is readable"
         await engine.close_session(session)
         engine.check()
         assert engine.volumes[0].catalog.ledger.used == stores.bytes_on_disk(Path({data!r}) / "data0")
