@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from kvcsfs.engine.catalog import FreeSlot, Plan
 from kvcsfs.engine.entry import Entry, charge
 from kvcsfs.engine.store import SlotStore, digest, failure
-from kvcsfs.errors import KvcsError
+from kvcsfs.errors import BackingError, KvcsError
 
 log = logging.getLogger(__name__)
 
@@ -30,12 +30,10 @@ def prepare(
 ) -> tuple[dict[int, Prepared | KvcsError], list[Entry]]:
     """Carry a plan out. Return a staged file or a failure by position, and the victims whose files are still there."""
     close_all(closing)
-    stuck: list[Entry] = []
     for free in plan.drop:
         drop(store, free)
-    for victim in plan.unlink:
-        if not _unlinked(store, victim.slot):
-            stuck.append(victim)
+    stuck = [victim for victim in plan.unlink if not _unlinked(store, victim.slot)]
+    missing = sum(victim.charged for victim in stuck)
     done: dict[int, Prepared | KvcsError] = {}
     for i, victim in plan.recycle.items():
         try:
@@ -48,7 +46,11 @@ def prepare(
     for i, free in plan.reuse.items():
         done[i] = _reuse(store, free)
     for i in plan.create:
-        done[i] = _create(store, charges[i])
+        if missing > 0:  # bytes promised to it are still on disk
+            done[i] = BackingError("an evicted object can't be removed")
+            missing -= charges[i]
+        else:
+            done[i] = _create(store, charges[i])
     return done, stuck
 
 

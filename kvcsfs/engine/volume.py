@@ -353,6 +353,9 @@ class Volume:
         if victims or plan.drop:
             _, stuck = await self._files(jobs.prepare, self.store, plan, [size], self.descriptors.take(victims))
             self._keep_stuck(stuck)
+            if stuck:
+                self.catalog.ledger.move(size, "reserved", None)
+                raise BackingError("an evicted object can't be removed")
         self._wake_evictor()
 
     async def finish_file(self, staged: Staged, size: int, checksum: bytes | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import dataclasses
 import errno
 import mmap
 import os
@@ -560,6 +561,59 @@ async def test_what_can_not_be_removed_stays_counted_and_is_tried_again(tmp_path
             adds_up(engine)
         await engine.volumes[0].reclaim(list(engine.volumes[0].catalog.retired))
         assert engine.volumes[0].catalog.ledger.retired == 0
+        adds_up(engine)
+
+
+@pytest.mark.parametrize("size", [VALUE // 2, VALUE, 3 * VALUE])
+async def test_victims_that_can_not_be_removed_never_take_the_store_over_its_capacity(tmp_path, monkeypatch, size):
+    async with running(config(tmp_path)) as engine:
+        session = engine.session(0, 0)
+        for i in range(COUNT):
+            await put(engine, session, f"k{i:02}", b"x" * VALUE)
+
+        def failing(*_args: object) -> None:
+            raise OSError(errno.EIO, "Input/output error")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(SlotStore, "unlink", failing)
+            patched.setattr(SlotStore, "recycle", failing)
+            results = await engine.reserve_many(session, 0, ["a", "b"], [size, size])
+            adds_up(engine)
+            with pytest.raises(BackingError):
+                file = await engine.stage_file(session, 0, "file")
+                await engine.grow(session, file, size)
+            adds_up(engine)
+        for r in results:
+            if isinstance(r, Staged):
+                os.close(r.fd)
+        await engine.volumes[0].reclaim(list(engine.volumes[0].catalog.retired))
+        assert await put(engine, session, "later", b"y" * VALUE) is None
+        adds_up(engine)
+        await engine.close_session(session)
+
+
+async def test_files_that_can_not_be_removed_do_not_make_the_evictor_empty_the_store(tmp_path, monkeypatch):
+    settings = config(tmp_path)
+    point = dataclasses.replace(settings.mountpoints[0], low_watermark=0.1, high_watermark=0.1)
+    async with running(dataclasses.replace(settings, mountpoints=(point,))) as engine:
+        session = engine.session(0)
+        small = CAPACITY // 200 // BLOCK * BLOCK - BLOCK
+        removing = trio.Event()
+
+        def failing(*_args: object) -> None:
+            trio.from_thread.run_sync(removing.set)
+            raise OSError(errno.EIO, "Input/output error")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(SlotStore, "unlink", failing)
+            patched.setattr(SlotStore, "recycle", failing)
+            for i in range(185):
+                await put(engine, session, f"k{i:03}", b"x" * small)
+            with trio.fail_after(10):
+                await removing.wait()
+            await trio.testing.wait_all_tasks_blocked(0.05)
+            assert len(await keys(engine)) > 50
+        await engine.volumes[0].reclaim(list(engine.volumes[0].catalog.retired))
         adds_up(engine)
 
 
