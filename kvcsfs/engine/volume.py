@@ -435,7 +435,10 @@ class Volume:
             self._low = trio.Event()
             goal = self.catalog.ledger.capacity * self.config.high_watermark
             while batch := self._oldest(goal - self.catalog.room):
+                before = self.catalog.room
                 await self._evict(batch)
+                if self.catalog.room <= before:  # files can't be removed: more of it would empty the store for nothing
+                    break
 
     def _oldest(self, missing: float) -> list[Entry]:
         """The next victims for `missing` bytes, a batch at most."""
