@@ -8,7 +8,7 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from kvcsfs import wire
 from tests.stores import checksum
@@ -130,7 +130,7 @@ class RawClient:
         self.send(wire.Release(0, reply.lease))
         return value
 
-    def status(self) -> dict[str, int]:
+    def status(self) -> dict[str, Any]:
         """Figures of mountpoint 0, with those of the daemon."""
         status = self.ask(wire.Status(self.next_id()), wire.StatusReply).status
         return {**status, **status["mountpoints"][0]}

@@ -36,7 +36,7 @@ def config(path: Path, capacity: int = CAPACITY, mountpoints: int = 1, backend: 
     points = []
     for i in range(mountpoints):
         data = path / f"data{i}"
-        data.mkdir(exist_ok=True)
+        data.mkdir(parents=True, exist_ok=True)
         points.append(MountpointConfig(data, capacity, 0.0, 0.0))
     return Config(tuple(points), path / "sock", backend=backend)
 

@@ -185,8 +185,9 @@ class Volume:
             results[i] = Staged(self, entry, fd)
         for j in plan.refused:
             session.reserved -= charges[j]
+            had = max(self.catalog.obtainable, 0)
             results[positions[j]] = CapacityError(
-                f"need {charges[j]} B, {max(self.catalog.obtainable, 0)} B can be had, {self.catalog.pinned} B are pinned"
+                f"need {charges[j]} B, {had} B can be had, {self.catalog.pinned} B are pinned"
             )
         self._keep_stuck(stuck)
         self._wake_evictor()

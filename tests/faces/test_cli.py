@@ -24,7 +24,9 @@ ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error", "PYTHONDEVMODE": "1"}
 
 
-def command(*arguments: str | bytes, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def command(
+    *arguments: str | bytes, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run the command to its end."""
     return subprocess.run(
         [sys.executable, "-m", "kvcsfs.cli", *arguments],
@@ -118,7 +120,7 @@ def daemon(path: Path, *arguments: str) -> Iterator[Daemon]:
 )
 def test_wrong_usage_is_one_line_and_status_2(arguments, said, capsys):
     try:
-        status = cli.main(arguments)
+        status: object = cli.main(arguments)
     except SystemExit as exc:
         status = exc.code
     out, err = capsys.readouterr()
@@ -131,7 +133,12 @@ def test_wrong_usage_is_one_line_and_status_2(arguments, said, capsys):
 @pytest.mark.parametrize("arguments", [["status"], ["usage"], ["ls"], ["rm", "k"], ["evict", "--all"]])
 def test_no_daemon_is_one_line_and_status_1(tmp_path, arguments):
     path = str(tmp_path / "sock")
-    refused(command(*arguments, environment={"KVCS_SOCKET": path}), 1, f"no daemon answers at {path}", "No such file")
+    refused(
+        command(*arguments, environment={"KVCS_SOCKET": path}),
+        1,
+        f"no daemon answers at {path}",
+        "No such file",
+    )
 
 
 @pytest.mark.parametrize("path", ["", "x" * 300, "/etc/passwd", "/tmp"])
@@ -147,7 +154,9 @@ def test_help_and_version(arguments, capsys):
     assert "kvcsfs" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n", bytes(wire.encode(wire.QueryReply(1, [0])))])
+@pytest.mark.parametrize(
+    "answer", [b"", b"HTTP/1.1 400 Bad Request\r\n", bytes(wire.encode(wire.QueryReply(1, [0])))]
+)
 def test_something_else_at_the_socket(tmp_path, answer):
     path = str(tmp_path / "sock")
     with socket.socket(socket.AF_UNIX) as listener:
@@ -181,9 +190,17 @@ def test_serve_ask_stop_and_start_again(tmp_path):
         assert status["mountpoints"][0]["entries"] == 4
         usage = {"prefix": "m/", "entries": 3, "value_bytes": 15000, "charged_bytes": 36864}
         assert json.loads(d.ask("usage", "m/", "--json").stdout) == usage
-        assert d.ask("usage", "m/").stdout == "3 entries, 14.6 KiB of values, 36.0 KiB with padding and footers\n"
+        assert (
+            d.ask("usage", "m/").stdout
+            == "3 entries, 14.6 KiB of values, 36.0 KiB with padding and footers\n"
+        )
         rows = [json.loads(line) for line in d.ask("ls", "--json").stdout.splitlines()]
-        assert [(r["key"], r["size"]) for r in rows] == [("m/0", 5000), ("m/1", 5000), ("m/2", 5000), ("other\n", 1)]
+        assert [(r["key"], r["size"]) for r in rows] == [
+            ("m/0", 5000),
+            ("m/1", 5000),
+            ("m/2", 5000),
+            ("other\n", 1),
+        ]
         assert rows[0]["checksum"] == checksum(b"x" * 5000).hex()
         assert d.ask("ls", "other").stdout.endswith(" other\\n\n")
         assert d.ask("rm", "m/0").returncode == 0

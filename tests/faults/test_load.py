@@ -89,9 +89,17 @@ async def test_every_value_read_is_whole_and_the_bytes_add_up(tmp_path):
 
     async def worker(seed: int) -> None:
         script = WORKER.format(
-            root=ROOT, socket=str(settings.socket), seed=seed, rounds=ROUNDS, keys=KEYS, size=SIZE, threads=THREADS
+            root=ROOT,
+            socket=str(settings.socket),
+            seed=seed,
+            rounds=ROUNDS,
+            keys=KEYS,
+            size=SIZE,
+            threads=THREADS,
         )
-        result = await trio.run_process([sys.executable, "-c", script], capture_stdout=True, capture_stderr=True, check=False)
+        result = await trio.run_process(
+            [sys.executable, "-c", script], capture_stdout=True, capture_stderr=True, check=False
+        )
         assert result.returncode == 0, result.stderr.decode()
         puts, hits = result.stdout.split()
         totals.append((int(puts), int(hits)))
