@@ -218,7 +218,10 @@ class Connection:
             raise ProtocolError("the first request must be hello")
         if request.version != wire.PROTOCOL_VERSION:
             raise ProtocolError(f"protocol version {request.version}, expected {wire.PROTOCOL_VERSION}")
-        mountpoints = [wire.MountpointInfo(v.index, v.config.capacity, v.store.in_memory) for v in self._engine.volumes]
+        mountpoints = [
+            wire.MountpointInfo(v.index, v.config.capacity, v.store.in_memory, v.store.align)
+            for v in self._engine.volumes
+        ]
         await self._send(
             wire.HelloReply(
                 request.id,
@@ -256,7 +259,9 @@ class Connection:
         finally:
             self._free_places.release()
 
-    async def _answer(self, handler: Callable[[Any], Coroutine[Any, Any, None]], request: wire.Request) -> None:
+    async def _answer(
+        self, handler: Callable[[Any], Coroutine[Any, Any, None]], request: wire.Request
+    ) -> None:
         """Run a handler; what it raises becomes a failure reply, so that no request ends the daemon."""
         try:
             names = getattr(request, "keys", ())
@@ -302,7 +307,7 @@ class Connection:
                 first,
                 sizes,
                 b"".join([e.checksum for e in found]),
-                bytes([0 if e.proven else wire.UNPROVEN for e in found]),
+                bytes([e.flags & wire.UNPROVEN for e in found]),
                 end < len(entries),
             )
             carried = list(itertools.islice(fds, len(found)))
@@ -324,7 +329,9 @@ class Connection:
             for fd in fds:
                 os.close(fd)
 
-    async def _send_reserved(self, request_id: int, results: Sequence[Staged | KvcsError], fds: Sequence[int]) -> None:
+    async def _send_reserved(
+        self, request_id: int, results: Sequence[Staged | KvcsError], fds: Sequence[int]
+    ) -> None:
         sent = 0
         for first, end in wire.fd_slices([isinstance(r, Staged) for r in results]):
             tokens = [r.token if isinstance(r, Staged) else wire.errno_of(r) for r in results[first:end]]
@@ -337,7 +344,9 @@ class Connection:
         sums = request.checksums
         size = wire.CHECKSUM_BYTES
         if len(sums) != size * len(request.tokens) or request.if_exists not in IF_EXISTS:
-            raise InvalidValueError("commit: expected 16 bytes of checksum a token, and if_exists as documented")
+            raise InvalidValueError(
+                "commit: expected 16 bytes of checksum a token, and if_exists as documented"
+            )
         session = self._session
         assert session is not None
         checksums = [sums[i : i + size] for i in range(0, len(sums), size)]
@@ -400,7 +409,9 @@ class Connection:
                 except OSError as exc:
                     if exc.errno != errno.ETOOMANYREFS:
                         raise
-                    await trio.sleep(0.01)  # descriptors in flight count against the user: others must take theirs
+                    await trio.sleep(
+                        0.01
+                    )  # descriptors in flight count against the user: others must take theirs
                     continue
                 view = view[sent:]
                 control = []

@@ -51,8 +51,12 @@ def _parser() -> argparse.ArgumentParser:
     serve = commands.add_parser("serve", help="run the daemon in the foreground")
     serve.add_argument("--config", type=Path, metavar="FILE", help="TOML configuration; flags override it")
     serve.add_argument("--data", metavar="DIR", help="backing directory of mountpoint 0")
-    serve.add_argument("--capacity", metavar="SIZE", help='its capacity: "100GiB", bytes, or "80%%" of the file system')
-    serve.add_argument("--mount", metavar="DIR", help="where to mount the store; without it only the socket is served")
+    serve.add_argument(
+        "--capacity", metavar="SIZE", help='its capacity: "100GiB", bytes, or "80%%" of the file system'
+    )
+    serve.add_argument(
+        "--mount", metavar="DIR", help="where to mount the store; without it only the socket is served"
+    )
     serve.add_argument("--socket", metavar="PATH", help="socket of the batch face")
     serve.add_argument("--metrics", metavar="ADDR:PORT", help="serve Prometheus metrics")
     serve.set_defaults(run=_serve)
@@ -74,7 +78,9 @@ def _parser() -> argparse.ArgumentParser:
 
     evict = _command(commands, "evict", "evict the least recently used entries", _evict)
     evict.add_argument("prefix", nargs="?", default="", metavar="PREFIX")
-    evict.add_argument("--bytes", type=_size, metavar="SIZE", help="how much to free; without it all below PREFIX")
+    evict.add_argument(
+        "--bytes", type=_size, metavar="SIZE", help="how much to free; without it all below PREFIX"
+    )
     evict.add_argument("--all", action="store_true", help="needed to evict everything")
     return parser
 
@@ -82,7 +88,9 @@ def _parser() -> argparse.ArgumentParser:
 def _command(commands: Any, name: str, text: str, run: Any) -> argparse.ArgumentParser:
     command: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
     command.add_argument("--socket", metavar="PATH", default=default_socket(), help="the daemon's socket")
-    command.add_argument("--mountpoint", type=int, default=0, metavar="N", help="mountpoint index (pooled backend)")
+    command.add_argument(
+        "--mountpoint", type=int, default=0, metavar="N", help="mountpoint index (pooled backend)"
+    )
     command.set_defaults(run=run)
     return command
 
@@ -101,7 +109,9 @@ def _serve(arguments: argparse.Namespace) -> None:
     try:
         from kvcsfs.daemon import run  # the SDK's install has no trio
     except ModuleNotFoundError as exc:
-        raise ConfigError(f"the daemon needs {exc.name}; install it with: pip install 'kvcsfs[daemon]'") from exc
+        raise ConfigError(
+            f"the daemon needs {exc.name}; install it with: pip install 'kvcsfs[daemon]'"
+        ) from exc
     run(config)
 
 
@@ -114,7 +124,9 @@ def _status(arguments: argparse.Namespace) -> None:
     print(f"kvcsfs {status['version']}, up {status['uptime_seconds']:.0f} s, {status['sessions']} sessions")
     for m in status["mountpoints"]:
         print(f"mountpoint {m['index']}: {m['path']} ({m['state']})")
-        print(f"  {m['entries']} entries, {format_size(m['used_bytes'])} of {format_size(m['capacity_bytes'])} used")
+        print(
+            f"  {m['entries']} entries, {format_size(m['used_bytes'])} of {format_size(m['capacity_bytes'])} used"
+        )
         parts = ("committed", "reserved", "retired", "free_slot")
         print("  " + ", ".join(f"{p.replace('_', ' ')} {format_size(m[p + '_bytes'])}" for p in parts))
         counters = ("hits", "misses", "puts", "deletes", "evictions", "checksum_errors", "io_errors")
@@ -125,7 +137,11 @@ def _usage(arguments: argparse.Namespace) -> None:
     with Control(arguments.socket) as control:
         usage = control.ask(wire.Usage(2, arguments.mountpoint, arguments.prefix), wire.UsageReply)
     if arguments.json:
-        figures = {"entries": usage.entries, "value_bytes": usage.value_bytes, "charged_bytes": usage.charged_bytes}
+        figures = {
+            "entries": usage.entries,
+            "value_bytes": usage.value_bytes,
+            "charged_bytes": usage.charged_bytes,
+        }
         print(json.dumps({"prefix": arguments.prefix, **figures}))
     else:
         print(
@@ -173,7 +189,8 @@ def _rm(arguments: argparse.Namespace) -> None:
             missing += [key for key, status in zip(keys, statuses, strict=True) if status]
     if missing:
         raise KvcsError(
-            f"rm: no value under {_printable(missing[0])}" + f" and {len(missing) - 1} others" * (len(missing) > 1)
+            f"rm: no value under {_printable(missing[0])}"
+            + f" and {len(missing) - 1} others" * (len(missing) > 1)
         )
 
 

@@ -85,7 +85,9 @@ def load(file: Path | None, flags: Mapping[str, str | None]) -> Config:
         if flags.get(flag):
             tables[0][name] = flags[flag]
     if not tables:
-        raise ConfigError(f"{source}: no data directory; give --data DIR --capacity SIZE, or a [[mountpoints]] table")
+        raise ConfigError(
+            f"{source}: no data directory; give --data DIR --capacity SIZE, or a [[mountpoints]] table"
+        )
     mountpoints = tuple(_mountpoint(f"{source}: mountpoints[{i}]", t) for i, t in enumerate(tables))
     paths = [os.path.realpath(m.path) for m in mountpoints]
     for i, path in enumerate(paths):
@@ -112,7 +114,9 @@ def _table(source: str, name: str, table: Any, known: frozenset[str]) -> dict[st
         raise ConfigError(f"{source}: {name}: expected a table")
     for key in table:
         if key not in known:
-            raise ConfigError(f"{source}: {name}.{key}: unknown key, expected one of {', '.join(sorted(known))}")
+            raise ConfigError(
+                f"{source}: {name}.{key}: unknown key, expected one of {', '.join(sorted(known))}"
+            )
     return dict(table)
 
 
@@ -146,7 +150,9 @@ def _mountpoint(where: str, table: dict[str, Any]) -> MountpointConfig:
     low = _share(where, "low_watermark", table.get("low_watermark", MountpointConfig.low_watermark))
     high = _share(where, "high_watermark", table.get("high_watermark", MountpointConfig.high_watermark))
     if low > high:
-        raise ConfigError(f"{where}.low_watermark: {low:.1%} is above high_watermark, {high:.1%}; expected it below")
+        raise ConfigError(
+            f"{where}.low_watermark: {low:.1%} is above high_watermark, {high:.1%}; expected it below"
+        )
     return MountpointConfig(
         path=path,
         capacity=_capacity(where, path, table["capacity"]),

@@ -65,6 +65,8 @@ class Control:
         except KvcsError:  # some of ours are OSErrors too
             raise
         except TimeoutError as exc:
-            raise KvcsTimeoutError(f"the daemon at {self._path} did not answer in {TIMEOUT_SECONDS:.0f} s") from exc
+            raise KvcsTimeoutError(
+                f"the daemon at {self._path} did not answer in {TIMEOUT_SECONDS:.0f} s"
+            ) from exc
         except OSError as exc:
             raise KvcsUnavailableError(f"the daemon at {self._path} went: {exc.strerror or exc}") from exc

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+EARLY_SECONDS = 2.0  # a recovery that takes longer goes on while the store answers
 STOP_SECONDS = 60.0  # then the process ends whatever still hangs
 
 
@@ -53,6 +54,8 @@ async def _serve(config: Config) -> None:
                 stack.callback(_serve_metrics(engine, config.metrics))
             nursery = await stack.enter_async_context(trio.open_nursery())
             nursery.start_soon(face.serve)
+            with trio.move_on_after(EARLY_SECONDS):
+                await engine.recovered()
             mount = await _mount(engine, config, nursery)
             _announce(config)
             async for number in signals:
@@ -118,7 +121,9 @@ def _serve_metrics(engine: Engine, address: str) -> Callable[[], None]:
             for name in [k for k, v in mountpoints[0].items() if isinstance(v, int) and k != "index"]:
                 counter = name in engine.volumes[0].counters
                 family = CounterMetricFamily if counter else GaugeMetricFamily
-                metric = family(f"kvcsfs_{name}", f"{name.replace('_', ' ')} of a mountpoint", labels=["mountpoint"])
+                metric = family(
+                    f"kvcsfs_{name}", f"{name.replace('_', ' ')} of a mountpoint", labels=["mountpoint"]
+                )
                 for mountpoint in mountpoints:
                     metric.add_metric([str(mountpoint["index"])], mountpoint[name])
                 yield metric

@@ -231,7 +231,20 @@ class StatusReply(Message, tag="status_reply"):
 
 
 Request = (
-    Hello | Query | Open | Release | Reserve | Commit | Abort | Delete | Check | Usage | List | Evict | Remove | Status
+    Hello
+    | Query
+    | Open
+    | Release
+    | Reserve
+    | Commit
+    | Abort
+    | Delete
+    | Check
+    | Usage
+    | List
+    | Evict
+    | Remove
+    | Status
 )
 Reply = (
     HelloReply

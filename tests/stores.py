@@ -8,10 +8,12 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import pytest
 import trio
 import xxhash
 
 from kvcsfs.config import Config, MountpointConfig
+from kvcsfs.engine import jobs
 from kvcsfs.engine.engine import Engine
 from kvcsfs.engine.entry import Entry, charge
 from kvcsfs.engine.session import Session, Staged
@@ -93,6 +95,21 @@ async def keys(engine: Engine, index: int = 0) -> list[str]:
     return [e.key for e in await engine.page(index, "", "", 1 << 20)]
 
 
+class Gate:
+    """Stops a job in its worker thread until the test has done what must come in between."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+        self.reached, self.go = trio.Event(), trio.Event()
+        self._real = getattr(jobs, name)
+        monkeypatch.setattr(jobs, name, self._wait)
+
+    def _wait(self, *args: object) -> object:
+        if not self.go.is_set():
+            trio.from_thread.run_sync(self.reached.set)
+            trio.from_thread.run(self.go.wait)
+        return self._real(*args)
+
+
 async def settle(engine: Engine) -> None:
     """Wait until nothing is left to be reclaimed. By the real clock, as worker threads do that."""
     deadline = time.monotonic() + 10
@@ -118,7 +135,7 @@ def stored(store: SlotStore, key: str, value: bytes, generation: int | None = No
     os.pwrite(fd, value, 0)
     os.close(fd)
     made = Entry(key, slot, len(value), checksum(value), generation or store.number(), 1000.0)
-    os.close(store.seal(made))
+    store.seal(made)
     return made
 
 

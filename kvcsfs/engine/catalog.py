@@ -15,7 +15,6 @@ from kvcsfs.engine.ledger import Ledger
 from kvcsfs.engine.lru import Lru
 
 FREE_SLOTS_SHARE = 20  # free slots hold at most a twentieth of the capacity
-USED_STEP = 1e-6  # keeps the order within a batch when it is restored from times; a double of today's has 2.4e-7
 
 
 @dataclasses.dataclass(slots=True)
@@ -74,10 +73,8 @@ class Catalog:
 
     def refresh(self, entries: Sequence[Entry], now: float) -> None:
         """Make entries the most recently used. The last comes first, so that of a prefix chain the tail goes first."""
-        step = now
-        for entry in reversed(entries):
-            step += USED_STEP
-            entry.used = step
+        for entry in entries:
+            entry.used = now
         self.lru.touch(reversed(entries))
 
     def pin(self, entries: Iterable[Entry]) -> None:
@@ -117,36 +114,47 @@ class Catalog:
         Without `files` it makes room alone: nothing is reused, recycled or created.
         """
         plan = Plan()
+        ledger = self.ledger
+        victims = self.victims()
+        free = ledger.free
         for i, charged in enumerate(charges):
-            if charged > self.obtainable:
+            if free < charged and charged > self.obtainable:
                 plan.refused.append(i)
                 continue
-            if files and (slot := self.pop_free(charged)):
+            if files and (slot := self._pop_free(charged)):
                 plan.reuse[i] = slot
-                self.ledger.move(charged, "free_slots", "reserved")
-                continue
-            while self.ledger.free < charged and (other := self.pop_free()):
-                plan.drop.append(other)
-                self.ledger.move(other.size, "free_slots", None)
-            recycled = self._evict_for(i, charged, plan, files)
-            if files and not recycled:
-                plan.create.append(i)
-            self.ledger.move(charged, None, "reserved")
+                ledger.free_slots -= charged
+            else:
+                while free < charged and (other := self.drop_free()):
+                    plan.drop.append(other)
+                    free += other.size
+                if free < charged:
+                    free += self._evict_for(charged - free, charged, i, plan, victims, files)
+                if files and i not in plan.recycle:
+                    plan.create.append(i)
+                free -= charged
+            ledger.reserved += charged
         return plan
 
-    def _evict_for(self, i: int, charged: int, plan: Plan, files: bool) -> bool:
-        """Evict until `charged` bytes are free; True if the last victim's slot has that size and is recycled."""
-        for victim in self.victims():
-            if self.ledger.free >= charged:
-                return False
+    def _evict_for(
+        self, missing: int, charged: int, i: int, plan: Plan, victims: Iterator[Entry], files: bool
+    ) -> int:
+        """Evict until `missing` bytes are free, and return how many are.
+
+        With `files` a victim whose slot has the size `charged` is recycled for position i, and is the last.
+        """
+        freed = 0
+        while freed < missing:
+            victim = next(victims)
             self._leave(victim)
             size = charge(victim.size)
-            self.ledger.move(size, "committed", None)
+            self.ledger.committed -= size
+            freed += size
             if files and size == charged:
                 plan.recycle[i] = victim
-                return True
+                break
             plan.unlink.append(victim)
-        return False
+        return freed
 
     def victims(self) -> Iterator[Entry]:
         """Yield entries in the order of eviction; one that somebody reads is passed over."""
@@ -156,20 +164,26 @@ class Catalog:
 
     # -- free slots
 
-    def pop_free(self, size: int | None = None) -> FreeSlot | None:
-        """Take a free slot of `size`, or of any size; its bytes stay where they are in the ledger."""
-        if size is None:
-            size = next(iter(self._free), None)
-        stack = self._free.get(size) if size is not None else None
+    def _pop_free(self, size: int) -> FreeSlot | None:
+        stack = self._free.get(size)
         if not stack:
             return None
         slot = stack.pop()
         if not stack:
-            del self._free[slot.size]
+            del self._free[size]
         return slot
 
+    def drop_free(self) -> FreeSlot | None:
+        """Give up a free slot of any size: its bytes are free, the caller removes the file."""
+        size = next(iter(self._free), None)
+        if size is None:
+            return None
+        self.ledger.free_slots -= size
+        return self._pop_free(size)
+
     def add_free(self, slot: FreeSlot) -> None:
-        """Keep a slot whose bytes are in `free_slots` already."""
+        """Keep a slot; its bytes were not counted until now."""
+        self.ledger.free_slots += slot.size
         self._free.setdefault(slot.size, []).append(slot)
 
     def free_slots(self) -> Iterator[FreeSlot]:
@@ -184,7 +198,7 @@ class Catalog:
         self.index.load(entries)
         for entry in entries:
             self.lru.add(entry)
-            self.ledger.move(charge(entry.size), None, "committed")
+            self.ledger.committed += charge(entry.size)
 
     def insert(self, entry: Entry) -> Entry | None:
         """Publish an entry whose bytes are reserved, and return the entry that it replaces, retired."""
@@ -193,14 +207,20 @@ class Catalog:
             self.remove(replaced)
         self.index.add(entry)
         self.lru.add(entry)
-        self.ledger.move(charge(entry.size), "reserved", "committed")
+        charged = charge(entry.size)
+        self.ledger.reserved -= charged
+        self.ledger.committed += charged
+        if entry.pins:  # a writer's own readers hold it from the start
+            self.pinned += charged
         return replaced
 
     def remove(self, entry: Entry) -> None:
         """Take an entry out of the index; its bytes are retired until `reclaimed`."""
         self._leave(entry)
         self.retired.add(entry)
-        self.ledger.move(charge(entry.size), "committed", "retired")
+        charged = charge(entry.size)
+        self.ledger.committed -= charged
+        self.ledger.retired += charged
 
     def _leave(self, entry: Entry) -> None:
         if entry.pins:
@@ -208,24 +228,37 @@ class Catalog:
         self.index.remove(entry)
         self.lru.remove(entry)
 
-    def rename(self, entry: Entry, key: str, generation: int, temporary: bool) -> None:
+    def rename(self, entry: Entry, key: str, generation: int) -> None:
         """Move an entry to a key that is free; its place in the order of use and its pins stay."""
         self.index.remove(entry)
-        entry.key, entry.generation, entry.temporary = key, generation, temporary
+        entry.rename(key)
+        entry.generation = generation
         self.index.add(entry)
 
     def reclaimed(self, entry: Entry, kept: FreeSlot | None) -> None:
         """The file of a retired entry is a free slot now, or is gone."""
         self.retired.remove(entry)
-        self.ledger.move(charge(entry.size), "retired", "free_slots" if kept else None)
+        self.ledger.retired -= charge(entry.size)
         if kept:
             self.add_free(kept)
 
     def retire_staged(self, entries: Iterable[Entry]) -> None:
         """Objects that will not be committed: their bytes are retired until `reclaimed`."""
         for entry in entries:
+            charged = charge(entry.size)
+            self.ledger.reserved -= charged
+            self.ledger.retired += charged
             self.retired.add(entry)
-            self.ledger.move(charge(entry.size), "reserved", "retired")
+
+    def unreserve(self, charged: int) -> None:
+        """Give reserved bytes back that have no file."""
+        self.ledger.reserved -= charged
+
+    def keep_stuck(self, victims: Iterable[Entry]) -> None:
+        """Victims of a plan whose files could not be removed: their bytes are still there."""
+        for victim in victims:
+            self.ledger.retired += charge(victim.size)
+            self.retired.add(victim)
 
     def check(self) -> None:
         """Assert the invariants of this and of every part."""

@@ -161,7 +161,9 @@ class Engine:
         if self.config.backend == "direct":
             return self.volumes[0]
         if not 0 <= index < len(self.volumes):
-            raise MountpointError(f"mountpoint {index} isn't configured, expected 0 to {len(self.volumes) - 1}")
+            raise MountpointError(
+                f"mountpoint {index} isn't configured, expected 0 to {len(self.volumes) - 1}"
+            )
         return self.volumes[index]
 
     # -- reading
@@ -187,7 +189,12 @@ class Engine:
         return not volume.settling and all(e is None or e in table for e in volume.lookup(names, False))
 
     async def open_many(
-        self, session: Session, index: int, names: Sequence[str], renew: bool = True, temporaries: bool = False
+        self,
+        session: Session,
+        index: int,
+        names: Sequence[str],
+        renew: bool = True,
+        temporaries: bool = False,
     ) -> Opened:
         """Look keys up and pin what is there, under one lease. With `renew` its release counts as a use."""
         volume = self.volume(index)
@@ -232,23 +239,24 @@ class Engine:
         volume = self.volume(index)
         if volume.settling:
             await volume.settled(names)
-        results: list[Staged | KvcsError] = []
-        positions: list[int] = []
-        for i, (name, size) in enumerate(zip(names, sizes, strict=True)):
-            refusal = self._refusal(volume, name, size, if_exists)
-            if refusal is None:
-                positions.append(i)
-            results.append(refusal or InvalidValueError("not reserved"))
-        staged = await volume.reserve(session, [names[i] for i in positions], [sizes[i] for i in positions])
+        refused = {
+            i: refusal
+            for i, (name, size) in enumerate(zip(names, sizes, strict=True))
+            if (refusal := self._refusal(volume, name, size, if_exists))
+        }
+        if refused:
+            names = [name for i, name in enumerate(names) if i not in refused]
+            sizes = [size for i, size in enumerate(sizes) if i not in refused]
+        results = await volume.reserve(session, names, sizes)
         if session.closed:  # the connection went meanwhile
-            await self._give_up(volume, [s for s in staged if isinstance(s, Staged)])
-        ttl = min(ttl_seconds, MAX_TTL_SECONDS) or MAX_TTL_SECONDS
-        expires = trio.current_time() + ttl
-        for i, outcome in zip(positions, staged, strict=True):
-            results[i] = outcome
+            await self._give_up(volume, [s for s in results if isinstance(s, Staged)])
+        expires = trio.current_time() + (min(ttl_seconds, MAX_TTL_SECONDS) or MAX_TTL_SECONDS)
+        for outcome in results:
             if isinstance(outcome, Staged):
                 outcome.expires = expires
                 session.add(outcome)
+        for i, refusal in refused.items():
+            results.insert(i, refusal)
         return results
 
     async def _give_up(self, volume: Volume, staged: Sequence[Staged]) -> NoReturn:
@@ -273,19 +281,25 @@ class Engine:
         return None
 
     async def commit_many(
-        self, session: Session, tokens: Sequence[int], checksums: Sequence[bytes], if_exists: str = "overwrite"
+        self,
+        session: Session,
+        tokens: Sequence[int],
+        checksums: Sequence[bytes],
+        if_exists: str = "overwrite",
     ) -> list[KvcsError | None]:
         """Publish staged objects; their descriptors are closed by now. What fails is aborted."""
         results: list[KvcsError | None] = []
         by_volume: dict[Volume, list[tuple[int, Staged]]] = {}
         for i, (token, checksum) in enumerate(zip(tokens, checksums, strict=True)):
             staged = session.pop(token)
-            results.append(None if staged else ReservationError(f"reservation {token} is unknown or has expired"))
+            results.append(
+                None if staged else ReservationError(f"reservation {token} is unknown or has expired")
+            )
             if staged:
                 staged.entry.checksum = checksum
                 by_volume.setdefault(staged.volume, []).append((i, staged))
         for volume, parts in by_volume.items():
-            outcomes = await volume.commit(session.user, [s for _, s in parts], if_exists)
+            outcomes = await volume.commit([s for _, s in parts], if_exists)
             for (i, _), outcome in zip(parts, outcomes, strict=True):
                 results[i] = outcome
         return results
@@ -299,7 +313,9 @@ class Engine:
         for volume, parts in by_volume.items():
             await volume.abort(parts)
 
-    async def delete_many(self, index: int, names: Sequence[str], temporaries: bool = False) -> list[KvcsError | None]:
+    async def delete_many(
+        self, index: int, names: Sequence[str], temporaries: bool = False
+    ) -> list[KvcsError | None]:
         """Remove keys; NotFoundError in the place of one that holds nothing."""
         volume = self.volume(index)
         if volume.settling:
@@ -333,25 +349,40 @@ class Engine:
         session.reserved += staged.charged - before
 
     async def commit_file(
-        self, session: Session, staged: Staged, name: str, size: int, checksum: bytes | None
-    ) -> Entry:
+        self,
+        session: Session,
+        staged: Staged,
+        name: str,
+        size: int,
+        checksum: bytes | None,
+        hold: bool = False,
+    ) -> Opened:
         """Publish a staged file as the value of `name`, and close its descriptor. `checksum` None: read it again.
 
-        Raises what made it fail; then the file is gone, and the key as it was.
+        With `hold` the new entry comes under a lease, so that those who read the file while it was written lose
+        nothing to an eviction. Raises what made it fail; then the file is gone, and the key as it was.
         """
         session.pop(staged.token)
-        volume = staged.volume
+        volume, entry = staged.volume, staged.entry
         with trio.CancelScope(shield=True):
             try:
                 await volume.finish_file(staged, size, checksum)
             except KvcsError:
                 await volume.abort([staged])
                 raise
-            staged.entry.key, staged.entry.temporary = name, keys.is_temporary(name)
-            (failed,) = await volume.commit(session.user, [staged])
-        if failed:
-            raise failed
-        return staged.entry
+            entry.rename(name)
+            volume.catalog.pin([entry])
+            (failed,) = await volume.commit([staged])
+            if failed or not hold:
+                volume.release([entry])
+            if failed:
+                raise failed
+            if not hold:
+                return Opened(0, [entry], {}, [])
+            fd = await volume.descriptor(session, entry)
+        lease = secrets.randbits(62) + 1
+        session.leases[lease] = Lease(volume, [entry], renew=False)
+        return Opened(lease, [entry], {}, [fd])
 
     async def abort_file(self, session: Session, staged: Staged) -> None:
         """Give a staged file up, and close its descriptor."""
@@ -361,6 +392,25 @@ class Engine:
             await staged.volume.abort([staged])
 
     # -- looking and tending
+
+    async def find(self, index: int, name: str) -> Entry | None:
+        """The entry of a key as it is now, temporary ones too: no wait for writers, nothing renewed."""
+        found: Entry | None = self.volume(index).catalog.index.get(name)
+        return found
+
+    async def space(self, index: int) -> tuple[int, int, int]:
+        """Capacity, bytes that a put can have without an eviction, and entries."""
+        catalog = self.volume(index).catalog
+        return catalog.ledger.capacity, max(catalog.room, 0), len(catalog.index)
+
+    def settling(self, index: int) -> dict[str, trio.Event]:
+        """Keys whose writers on a mount have all flushed: requests for them wait a moment for the event."""
+        return self.volume(index).settling
+
+    def extras(self, index: int) -> dict[str, Any] | None:
+        """What faces keep in the snapshot, live and plain; None until it was read, at the end of recovery."""
+        volume = self.volume(index)
+        return None if volume.recovering else volume.extras
 
     async def usage(self, index: int, prefix: str) -> tuple[int, int, int]:
         """Entries, value bytes and charged bytes of the keys that start with `prefix`. O(1) for a directory."""

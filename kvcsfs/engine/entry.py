@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from kvcsfs.engine.keys import is_temporary
+
 BLOCK = 4096
+UNPROVEN = 1  # stored before an unclean stop and not verified since; readers must verify it
+TEMPORARY = 2  # under a temporary name: its bytes count, but it is no key for the SDK
 
 
 def charge(size: int) -> int:
     """Bytes that a value of `size` really takes: padded to whole blocks, and one block of footer."""
-    return (size + BLOCK - 1) // BLOCK * BLOCK + BLOCK
+    return (size + 2 * BLOCK - 1) & -BLOCK
+
+
+def flags_of(key: str) -> int:
+    """The flags that follow from a key."""
+    return TEMPORARY if is_temporary(key) else 0
 
 
 class Entry:
@@ -20,23 +29,30 @@ class Entry:
     __slots__ = (
         "checksum",  # xxh3-128 of the value, 16 bytes
         "created",  # seconds since the epoch
+        "flags",  # UNPROVEN, TEMPORARY
         "generation",
         "hits",
         "key",
         "newer",
         "older",
         "pins",
-        "proven",  # False: stored before an unclean stop and not verified since
         "size",  # bytes of the value
         "slot",  # id of the object file
-        "temporary",  # under a temporary name: its bytes count, but it is no key for the SDK
-        "used",  # seconds since the epoch; unique enough to restore the order of use
+        "used",  # seconds since the epoch; one object for a whole batch
     )
 
     def __init__(
-        self, key: str, slot: int, size: int, checksum: bytes, generation: int, created: float, temporary: bool = False
+        self,
+        key: str,
+        slot: int,
+        size: int,
+        checksum: bytes,
+        generation: int,
+        created: float,
+        flags: int = 0,
     ) -> None:
         self.key = key
+        self.flags = flags
         self.slot = slot
         self.size = size
         self.checksum = checksum
@@ -45,15 +61,28 @@ class Entry:
         self.used = created
         self.hits = 0
         self.pins = 0
-        self.proven = True
-        self.temporary = temporary
         self.newer: Entry | None = None
         self.older: Entry | None = None
+
+    def rename(self, key: str) -> None:
+        """Take another key; whether it is a temporary name follows from it."""
+        self.key = key
+        self.flags = self.flags & ~TEMPORARY | flags_of(key)
 
     @property
     def charged(self) -> int:
         """Bytes of the object file."""
         return charge(self.size)
+
+    @property
+    def proven(self) -> bool:
+        """Whether its bytes need no verification before they are served."""
+        return not self.flags & UNPROVEN
+
+    @property
+    def temporary(self) -> bool:
+        """Whether it is no key for the SDK."""
+        return bool(self.flags & TEMPORARY)
 
     @property
     def live(self) -> bool:

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from itertools import islice
+from typing import Any
 
 from sortedcontainers import SortedDict
 
 from kvcsfs.engine.entry import Entry, charge
 from kvcsfs.engine.keys import directory
 
+MAX_PENDING = 256
+
 
 class Directory:
     """Counters of everything below one directory."""
 
-    __slots__ = ("charged_bytes", "entries", "parent", "value_bytes")
+    __slots__ = ("charged_bytes", "entries", "parent", "path", "value_bytes")
 
-    def __init__(self, parent: Directory | None) -> None:
+    def __init__(self, path: str, parent: Directory | None) -> None:
+        self.path = path
         self.parent = parent
         self.entries = 0
         self.value_bytes = 0
@@ -26,13 +30,16 @@ class Directory:
 class Index:
     """Entries by key. Pure.
 
-    Invariant: every directory's counters are the sums over the keys that start with it; a directory without keys
-    has no counters, but for the root.
+    Invariant: every directory's counters, with the changes in `_pending` applied, are the sums over the keys that
+    start with it; a directory without keys has no counters, but for the root.
     """
 
     def __init__(self) -> None:
         self._entries: SortedDict[str, Entry] = SortedDict()
-        self._directories: dict[str, Directory] = {"": Directory(None)}
+        self._directories: dict[str, Directory] = {"": Directory("", None)}
+        self._pending: dict[
+            str, list[int]
+        ] = {}  # changes by directory, summed: a batch shares its walk to the root
         self.get = self._entries.get  # the hot call, bound once: key -> Entry | None
 
     def __len__(self) -> int:
@@ -56,31 +63,46 @@ class Index:
         self._count(entry, -1)
 
     def _count(self, entry: Entry, sign: int) -> None:
-        size = entry.size * sign
-        charged = charge(entry.size) * sign
-        path: str | None = directory(entry.key)
-        node: Directory | None = self._directory(path or "")
-        while node is not None:
-            node.entries += sign
-            node.value_bytes += size
-            node.charged_bytes += charged
-            if not node.entries and node.parent is not None:
-                assert path is not None
-                del self._directories[path]
-            path = directory(path[:-1]) if path else None
-            node = node.parent
+        key = entry.key
+        path = key[: key.rfind("/") + 1]
+        change = self._pending.get(path)
+        if change is None:
+            change = self._pending[path] = [0, 0, 0]
+        change[0] += sign
+        change[1] += sign * entry.size
+        change[2] += sign * charge(entry.size)
+        if len(self._pending) > MAX_PENDING:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Carry the pending changes to every directory above them."""
+        pending, self._pending = self._pending, {}
+        touched: list[Directory] = []
+        for path, (entries, value_bytes, charged_bytes) in pending.items():
+            touched.append(self._directory(path))
+            node: Directory | None = touched[-1]
+            while node is not None:
+                node.entries += entries
+                node.value_bytes += value_bytes
+                node.charged_bytes += charged_bytes
+                node = node.parent
+        for empty in touched:
+            while not empty.entries and empty.parent:
+                self._directories.pop(empty.path, None)
+                empty = empty.parent  # noqa: PLW2901 a walk up to the first that isn't empty
 
     def _directory(self, path: str) -> Directory:
         node = self._directories.get(path)
         if node is None:
-            node = self._directories[path] = Directory(self._directory(directory(path[:-1])))
+            node = self._directories[path] = Directory(path, self._directory(directory(path[:-1])))
         return node
 
     def usage(self, prefix: str) -> tuple[int, int, int]:
         """Entries, value bytes and charged bytes of all keys that start with `prefix`.
 
-        O(1) for a directory, else O(keys).
+        O(1) for a directory but for pending changes, else O(keys).
         """
+        self._settle()
         node = self._directories.get(prefix)
         if node is not None:
             return node.entries, node.value_bytes, node.charged_bytes
@@ -94,7 +116,8 @@ class Index:
         return count, value_bytes, charged_bytes
 
     def is_directory(self, path: str) -> bool:
-        """Whether keys lie below `path`, which ends with a slash."""
+        """Whether keys lie below `path`, which is "" or ends with a slash."""
+        self._settle()
         return path in self._directories
 
     def entries(self, prefix: str = "", after: str = "") -> Iterator[Entry]:
@@ -115,18 +138,11 @@ class Index:
         So a name that is a key and a directory comes twice. O(children * log n): the scan jumps past a subdirectory
         instead of walking it. Safe against changes only while it isn't suspended: resume by the last name.
         """
-        keys = self._entries.keys()
-        if after.endswith("/"):
-            i = self._entries.bisect_left(path + after[:-1] + "0")  # "0" follows "/"
-        else:
-            i = self._entries.bisect_right(path + after) if after else self._entries.bisect_left(path)
-        while i < len(keys) and keys[i].startswith(path):
-            name, below, _ = keys[i][len(path) :].partition("/")
-            yield name + below
-            i = self._entries.bisect_left(path + name + "0") if below else i + 1
+        return children_of(self._entries, path, after)
 
     def check(self) -> None:
         """Assert the invariant."""
+        self._settle()
         sums: dict[str, list[int]] = {"": [0, 0, 0]}
         for key, entry in self._entries.items():
             assert key == entry.key
@@ -139,3 +155,16 @@ class Index:
                 path = directory(path[:-1]) if path else None
         have = {p: [d.entries, d.value_bytes, d.charged_bytes] for p, d in self._directories.items()}
         assert have == sums, (have, sums)
+
+
+def children_of(entries: SortedDict[str, Any], path: str, after: str = "") -> Iterator[str]:
+    """Do what `Index.children` does, for any dict ordered by key."""
+    keys = entries.keys()
+    if after.endswith("/"):
+        i = entries.bisect_left(path + after[:-1] + "0")  # "0" follows "/"
+    else:
+        i = entries.bisect_right(path + after) if after else entries.bisect_left(path)
+    while i < len(keys) and keys[i].startswith(path):
+        name, below, _ = keys[i][len(path) :].partition("/")
+        yield name + below
+        i = entries.bisect_left(path + name + "0") if below else i + 1

@@ -27,22 +27,20 @@ def close_all(fds: Iterable[int]) -> None:
 
 def prepare(
     store: SlotStore, plan: Plan, charges: Sequence[int], closing: Sequence[int]
-) -> tuple[dict[int, Prepared | KvcsError], list[Entry]]:
-    """Carry a plan out. Return a staged file or a failure by position, and the victims whose files are still there."""
+) -> tuple[list[Prepared | KvcsError | None], list[Entry]]:
+    """Carry a plan out.
+
+    Returns by position a staged file, a failure, or None for what was refused; and the victims whose files could
+    not be removed.
+    """
     close_all(closing)
-    for free in plan.drop:
-        drop(store, free)
     stuck = [victim for victim in plan.unlink if not _unlinked(store, victim.slot)]
     missing = sum(victim.charged for victim in stuck)
-    done: dict[int, Prepared | KvcsError] = {}
+    for free in plan.drop:
+        drop(store, free)
+    done: list[Prepared | KvcsError | None] = [None] * len(charges)
     for i, victim in plan.recycle.items():
-        try:
-            fd = store.recycle(victim.slot, charges[i])
-            done[i] = (victim.slot, fd) if fd is not None else _create(store, charges[i])
-        except OSError as exc:
-            done[i] = failure(exc, "recycling a slot")
-            if not _unlinked(store, victim.slot):
-                stuck.append(victim)
+        done[i] = _recycle(store, victim, charges[i], stuck)
     for i, free in plan.reuse.items():
         done[i] = _reuse(store, free)
     for i in plan.create:
@@ -52,6 +50,16 @@ def prepare(
         else:
             done[i] = _create(store, charges[i])
     return done, stuck
+
+
+def _recycle(store: SlotStore, victim: Entry, size: int, stuck: list[Entry]) -> Prepared | KvcsError:
+    try:
+        fd = store.recycle(victim.slot, size)
+        return (victim.slot, fd) if fd is not None else _create(store, size)
+    except OSError as exc:
+        if not _unlinked(store, victim.slot):
+            stuck.append(victim)
+        return failure(exc, "recycling a slot")
 
 
 def _create(store: SlotStore, size: int) -> Prepared | KvcsError:
@@ -89,7 +97,7 @@ def create_file(store: SlotStore) -> Prepared:
     """A new slot file, empty, with a descriptor to read and write it: for a value of unknown size."""
     slot = store.number()
     try:
-        return slot, store.create(slot, 0, os.O_RDWR)
+        return slot, store.create_own(slot)
     except OSError as exc:
         raise failure(exc, "making an object file") from exc
 
@@ -105,20 +113,23 @@ def open_many(store: SlotStore, entries: Sequence[Entry]) -> list[int | OSError]
     return opened
 
 
-def seal_many(store: SlotStore, entries: Sequence[Entry], replaced: Sequence[Entry | None]) -> list[int | KvcsError]:
-    """Write each footer, then void that of the entry it replaces. A read-only descriptor each, or a failure."""
-    sealed: list[int | KvcsError] = []
+def seal_many(
+    store: SlotStore, entries: Sequence[Entry], replaced: Sequence[Entry | None]
+) -> list[KvcsError | None]:
+    """Write each footer, then void that of the entry it replaces. None, or why an object isn't committed."""
+    results: list[KvcsError | None] = []
     for entry, old in zip(entries, replaced, strict=True):
         try:
-            sealed.append(store.seal(entry))
+            store.seal(entry)
+            results.append(None)
         except KvcsError as exc:
-            sealed.append(exc)
+            results.append(exc)
             continue
         except OSError as exc:
-            sealed.append(failure(exc, "committing an object"))
+            results.append(failure(exc, "committing an object"))
             continue
         _void_replaced(store, old)
-    return sealed
+    return results
 
 
 def _void_replaced(store: SlotStore, old: Entry | None) -> None:
@@ -197,11 +208,7 @@ def verify_many(store: SlotStore, entries: Sequence[Entry]) -> list[bool | OSErr
     results: list[bool | OSError] = []
     for entry in entries:
         try:
-            fd = store.open_read(entry.slot)
-            try:
-                results.append(store.verify(fd, entry))
-            finally:
-                os.close(fd)
+            results.append(store.verify(entry))
         except FileNotFoundError:
             results.append(False)
         except OSError as exc:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class Ledger:
-    """Where the bytes of one mountpoint are. Pure: no files, no clock.
+    """Where the bytes of one mountpoint are. Plain counters: the catalog moves bytes between them.
 
     Invariant: committed, reserved, retired, free_slots >= 0. Their sum <= capacity, but for what was there already
     when the capacity was set lower; nothing is added until it fits again.
@@ -25,16 +25,7 @@ class Ledger:
     @property
     def free(self) -> int:
         """Bytes that nothing holds."""
-        return self.capacity - self.used
-
-    def move(self, size: int, source: str | None, target: str | None) -> None:
-        """Move bytes between two of the counters; None stands for the free bytes."""
-        if source is not None:
-            left = getattr(self, source) - size
-            assert left >= 0, f"{source} would be {left}"
-            setattr(self, source, left)
-        if target is not None:
-            setattr(self, target, getattr(self, target) + size)
+        return self.capacity - self.committed - self.reserved - self.retired - self.free_slots
 
     def check(self) -> None:
         """Assert the invariant."""

@@ -17,9 +17,8 @@ from typing import Any
 import msgspec
 import xxhash
 
-from kvcsfs.engine import keys
 from kvcsfs.engine.catalog import FreeSlot
-from kvcsfs.engine.entry import Entry
+from kvcsfs.engine.entry import UNPROVEN, Entry, flags_of
 from kvcsfs.engine.store import SlotStore, boot_id, sync_directory
 
 log = logging.getLogger(__name__)
@@ -27,8 +26,8 @@ log = logging.getLogger(__name__)
 SLICE = 2000  # entries collected in one go on the event loop: below 5 ms
 FORMAT = 1
 
-# key, slot, size, checksum, generation, created, used, hits, proven
-Row = tuple[str, int, int, bytes, int, float, float, int, bool]
+# key, slot, size, checksum, generation, created, used, hits, flags
+Row = tuple[str, int, int, bytes, int, float, float, int, int]
 
 
 class Tail(msgspec.Struct):
@@ -54,7 +53,9 @@ class Found:
 
 def rows(entries: Iterable[Entry]) -> list[Row]:
     """The snapshot's rows of entries."""
-    return [(e.key, e.slot, e.size, e.checksum, e.generation, e.created, e.used, e.hits, e.proven) for e in entries]
+    return [
+        (e.key, e.slot, e.size, e.checksum, e.generation, e.created, e.used, e.hits, e.flags) for e in entries
+    ]
 
 
 class SnapshotWriter:
@@ -132,22 +133,23 @@ def recover(store: SlotStore) -> Found:
     """Find every committed value of a store, and remove what is left of others."""
     snapshot = read_snapshot(store.path / "snapshot")
     extras = snapshot[1].extras if snapshot else {}
-    same_boot = store.previous_boot == boot_id()
+    doubt = 0 if store.previous_boot == boot_id() else UNPROVEN
     if snapshot and snapshot[1].clean and snapshot[1].epoch == store.previous_epoch:
-        entries = [_entry(row, same_boot) for row in snapshot[0]]
+        entries = [_entry(row, doubt) for row in snapshot[0]]
         free = [FreeSlot(slot, size) for slot, size in snapshot[1].free_slots]
         found = Found(entries, free, extras, clean=True)
     else:
         known = {(row[1], row[4]): row for row in snapshot[0]} if snapshot else {}
         found = Found(_scan(store, known), [], extras, clean=False)
-    found.entries.sort(key=lambda e: e.used)
+    # Of entries used in one batch the later ones were refreshed first: they were put later, and are needed less.
+    found.entries.sort(key=lambda e: (e.used, -e.generation))
     return found
 
 
-def _entry(row: Row, proven: bool) -> Entry:
-    key, slot, size, checksum, generation, created, used, hits, was_proven = row
-    entry = Entry(key, slot, size, checksum, generation, created, keys.is_temporary(key))
-    entry.used, entry.hits, entry.proven = used, hits, proven and was_proven
+def _entry(row: Row, doubt: int) -> Entry:
+    key, slot, size, checksum, generation, created, used, hits, flags = row
+    entry = Entry(key, slot, size, checksum, generation, created, flags | doubt)
+    entry.used, entry.hits = used, hits
     return entry
 
 
@@ -166,9 +168,8 @@ def _scan(store: SlotStore, known: dict[tuple[int, int], Row]) -> list[Entry]:
             footer.checksum,
             footer.generation,
             footer.created,
-            keys.is_temporary(footer.key),
+            UNPROVEN | flags_of(footer.key),
         )
-        entry.proven = False
         if row is not None:
             entry.used, entry.hits = row[6], row[7]
         other = best.get(entry.key)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvcsfs.engine.entry import Entry, charge
+from kvcsfs.engine.entry import Entry
 
 if TYPE_CHECKING:
     from kvcsfs.engine.volume import Volume
@@ -23,7 +24,7 @@ class Lease:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Staged:
-    """One value on its way in. `entry` isn't in the index yet; its charge is what is reserved.
+    """One value on its way in. `entry` isn't in the index yet; `charged` is its charge, the bytes reserved.
 
     `fd` is the writable descriptor, owned by whoever got this from the engine. `token` names the reservation within
     its session; `expires` is a time of trio's clock.
@@ -31,14 +32,10 @@ class Staged:
 
     volume: Volume
     entry: Entry
+    charged: int
     fd: int
     token: int = 0
     expires: float = float("inf")
-
-    @property
-    def charged(self) -> int:
-        """Bytes reserved for it."""
-        return charge(self.entry.size)
 
 
 class Session:
@@ -57,12 +54,17 @@ class Session:
         self._quota_share = quota_share
         self._tokens = itertools.count(1)
 
-    def take(self, charged: int, capacity: int) -> bool:
-        """Count bytes to this session unless that passes its quota. One value alone may be larger."""
-        if self._quota_share and self.reserved and self.reserved + charged > capacity // self._quota_share:
-            return False
-        self.reserved += charged
-        return True
+    def admit(self, charges: Sequence[int], capacity: int) -> int:
+        """Count bytes to this session, in order, up to its quota; returns how many fit.
+
+        One value alone may be larger.
+        """
+        limit = capacity // self._quota_share if self._quota_share else 0
+        for i, charged in enumerate(charges):
+            if limit and self.reserved and self.reserved + charged > limit:
+                return i
+            self.reserved += charged
+        return len(charges)
 
     def add(self, staged: Staged) -> None:
         """Hold a reservation whose bytes are counted."""

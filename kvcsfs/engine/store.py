@@ -7,6 +7,7 @@ proof that nobody else has it open (fcntl(2), F_SETLEASE).
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import itertools
@@ -14,6 +15,7 @@ import logging
 import os
 import secrets
 import signal
+import struct
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +33,8 @@ FOLDERS = 256
 READ_CHUNK = 1 << 20
 ALLOCATION_SLACK = 1 << 20  # extent blocks that a file system counts to a file, never ours to limit
 _MEMORY = frozenset({"tmpfs", "ramfs"})
+_AT_FDCWD = -100
+_STATX_DIOALIGN = 0x2000
 _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW
 
 
@@ -44,10 +48,13 @@ def failure(exc: OSError, doing: str) -> KvcsError:
 class SlotStore:
     """The slots of one backing directory, locked to this process.
 
+    With `direct` the descriptors for clients bypass the page cache; `align` is what they then need, in bytes, of
+    addresses, offsets and sizes (0: nothing). Footers always go through the cache.
+
     Raises ConfigError when the directory can't be a store: not writable, a newer format, held by another daemon.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, direct: bool = False) -> None:
         # A lease that another process breaks in the moment we hold it would kill the daemon with SIGIO.
         signal.signal(signal.SIGIO, signal.SIG_IGN)
         self.path = path
@@ -57,9 +64,14 @@ class SlotStore:
                 os.makedirs(path / "slots" / f"{i:02x}", mode=0o700, exist_ok=True)
             self._slots = os.open(path / "slots", os.O_RDONLY | os.O_DIRECTORY | _FLAGS)
             self.previous_epoch, self.previous_boot, self.epoch = self._begin_epoch()
+            self.align = direct_alignment(path / "VERSION") if direct else 0
         except OSError as exc:
             os.close(self._lock)
             raise ConfigError(f"{path}: can't be used as a data directory: {exc.strerror}") from exc
+        if direct and not self.align:
+            os.close(self._lock)
+            raise ConfigError(f'{path}: the file system has no direct I/O, expected io = "buffered"')
+        self._client_flags = os.O_DIRECT if direct else 0
         self.in_memory = self._file_system() in _MEMORY
         self._numbers = itertools.count((self.epoch << 40) + 1)
 
@@ -86,7 +98,9 @@ class SlotStore:
             elif len(text) != 3 or text[0] != "kvcsfs" or not text[1].isdigit():
                 raise ConfigError(f"{name}: not a kvcsfs data directory; give an empty directory")
             elif int(text[1]) > VERSION:
-                raise ConfigError(f"{name}: format {text[1]}, this version reads up to {VERSION}; use a newer kvcsfs")
+                raise ConfigError(
+                    f"{name}: format {text[1]}, this version reads up to {VERSION}; use a newer kvcsfs"
+                )
             else:
                 self.store_id = text[2]
         except BlockingIOError:
@@ -139,15 +153,25 @@ class SlotStore:
         return f"{slot % FOLDERS:02x}/{slot:x}"
 
     def open_read(self, slot: int) -> int:
-        """A read-only descriptor of a slot."""
-        return os.open(self._path(slot), os.O_RDONLY | _FLAGS, dir_fd=self._slots)
+        """A read-only descriptor of a slot for a client."""
+        return self._open(slot, os.O_RDONLY | self._client_flags)
 
     def open_write(self, slot: int) -> int:
-        """A write-only descriptor of a slot."""
-        return os.open(self._path(slot), os.O_WRONLY | _FLAGS, dir_fd=self._slots)
+        """A write-only descriptor of a slot for a client."""
+        return self._open(slot, os.O_WRONLY | self._client_flags)
 
-    def create(self, slot: int, size: int, flags: int = os.O_WRONLY) -> int:
-        """Make a slot file of `size` bytes, sparse, and return a writable descriptor."""
+    def _open(self, slot: int, flags: int) -> int:
+        return os.open(self._path(slot), flags | _FLAGS, dir_fd=self._slots)
+
+    def create(self, slot: int, size: int) -> int:
+        """Make a slot file of `size` bytes, sparse, and return a write-only descriptor for a client."""
+        return self._create(slot, size, os.O_WRONLY | self._client_flags)
+
+    def create_own(self, slot: int) -> int:
+        """Make an empty slot file that the daemon itself reads and writes."""
+        return self._create(slot, 0, os.O_RDWR)
+
+    def _create(self, slot: int, size: int, flags: int) -> int:
         fd = os.open(self._path(slot), flags | os.O_CREAT | os.O_EXCL | _FLAGS, 0o600, dir_fd=self._slots)
         try:
             os.ftruncate(fd, size)
@@ -167,7 +191,7 @@ class SlotStore:
     def void(self, entry: Entry) -> None:
         """Overwrite the footer of an entry, so that recovery finds nothing. A file that is gone is fine."""
         try:
-            fd = self.open_write(entry.slot)
+            fd = self._open(entry.slot, os.O_WRONLY)
         except FileNotFoundError:
             return
         try:
@@ -181,12 +205,14 @@ class SlotStore:
         A slot that can't be had is unlinked: its bytes go when the last descriptor does.
         """
         try:
-            fd = self.open_write(slot)
+            fd = self._open(slot, os.O_WRONLY)
         except FileNotFoundError:
             return None
         try:
-            if os.fstat(fd).st_size == size and is_sole(fd, fcntl.F_WRLCK, without_leases=False):
+            if os.fstat(fd).st_size == size and is_sole(fd, without_leases=False):
                 write_all(fd, footer.VOID, size - BLOCK)
+                if self._client_flags:
+                    fcntl.fcntl(fd, fcntl.F_SETFL, self._client_flags)
                 return fd
         except OSError:
             os.close(fd)
@@ -195,37 +221,41 @@ class SlotStore:
         self.unlink(slot)
         return None
 
-    def seal(self, entry: Entry) -> int:
-        """Write the footer of a staged object: the commit. Return a read-only descriptor.
+    def seal(self, entry: Entry) -> None:
+        """Write the footer of a staged object: the commit.
 
         Raises:
-            BusyError: somebody can still write the file. InvalidValueError: its size isn't what was reserved.
+            BusyError: somebody still has the file open. InvalidValueError: its size isn't what was reserved.
         """
         size = charge(entry.size)
-        fd = self.open_read(entry.slot)
+        fd = self._open(entry.slot, os.O_RDWR)
         try:
             stat = os.fstat(fd)
             if stat.st_size != size or stat.st_blocks * 512 > size + ALLOCATION_SLACK:
-                raise InvalidValueError(f"{entry.key!r}: the object has {stat.st_size} B, {size} B were reserved")
-            if not is_sole(fd, fcntl.F_RDLCK, without_leases=True):
-                raise BusyError(f"{entry.key!r}: somebody still has the new object open for writing")
-            self.write_footer(entry)
-        except BaseException:
+                raise InvalidValueError(
+                    f"{entry.key!r}: the object has {stat.st_size} B, {size} B were reserved"
+                )
+            if not is_sole(fd, without_leases=True):
+                raise BusyError(f"{entry.key!r}: somebody still has the new object open")
+            write_all(fd, footer.of(entry), size - BLOCK)
+        finally:
             os.close(fd)
-            raise
-        return fd
 
     def write_footer(self, entry: Entry) -> None:
         """Write the footer of an entry in place."""
-        fd = self.open_write(entry.slot)
+        fd = self._open(entry.slot, os.O_WRONLY)
         try:
             write_all(fd, footer.of(entry), charge(entry.size) - BLOCK)
         finally:
             os.close(fd)
 
-    def verify(self, fd: int, entry: Entry) -> bool:
+    def verify(self, entry: Entry) -> bool:
         """Read a whole value and compare its checksum."""
-        return digest(fd, entry.size) == entry.checksum
+        fd = self._open(entry.slot, os.O_RDONLY)
+        try:
+            return digest(fd, entry.size) == entry.checksum
+        finally:
+            os.close(fd)
 
     # -- all objects
 
@@ -250,13 +280,25 @@ class SlotStore:
                     continue
 
     def _read_footer(self, slot: int) -> footer.Footer | None:
-        fd = self.open_read(slot)
+        fd = self._open(slot, os.O_RDONLY)
         try:
             size = os.fstat(fd).st_size
             found = footer.parse(os.pread(fd, BLOCK, size - BLOCK)) if size >= 2 * BLOCK else None
             return found if found and charge(found.size) == size else None
         finally:
             os.close(fd)
+
+
+def direct_alignment(path: Path) -> int:
+    """The alignment in bytes that direct I/O to a file needs; 0 where its file system has none. Source: statx(2)."""
+    answer = ctypes.create_string_buffer(256)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.statx(_AT_FDCWD, os.fsencode(path), 0, _STATX_DIOALIGN, answer):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    (mask,) = struct.unpack_from("<I", answer, 0)
+    memory, offset = struct.unpack_from("<II", answer, 152)  # stx_dio_mem_align, stx_dio_offset_align
+    return max(memory, offset) if mask & _STATX_DIOALIGN and offset else 0
 
 
 def boot_id() -> str:
@@ -273,13 +315,13 @@ def sync_directory(path: Path) -> None:
         os.close(fd)
 
 
-def is_sole(fd: int, kind: int, without_leases: bool) -> bool:
-    """The kernel's proof: F_WRLCK, nobody else has the file open; F_RDLCK, nobody has it open for writing.
+def is_sole(fd: int, without_leases: bool) -> bool:
+    """The kernel's proof that nobody else has the file of this writable descriptor open, in whatever way.
 
-    `without_leases` is the answer where the file system has none. Source: fcntl(2).
+    `without_leases` is the answer where the file system has none. Source: fcntl(2), F_SETLEASE.
     """
     try:
-        fcntl.fcntl(fd, fcntl.F_SETLEASE, kind)
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
     except BlockingIOError:
         return False

@@ -15,10 +15,10 @@ from typing import Any, TypeVar, TypeVarTuple
 import trio
 
 from kvcsfs.config import MountpointConfig
-from kvcsfs.engine import jobs, keys, recovery
+from kvcsfs.engine import jobs, recovery
 from kvcsfs.engine.catalog import FREE_SLOTS_SHARE, Catalog
 from kvcsfs.engine.descriptors import Descriptors
-from kvcsfs.engine.entry import BLOCK, Entry, charge
+from kvcsfs.engine.entry import BLOCK, TEMPORARY, UNPROVEN, Entry, charge, flags_of
 from kvcsfs.engine.session import Session, Staged
 from kvcsfs.engine.store import SlotStore, now
 from kvcsfs.errors import BackingError, BusyError, CapacityError, ExistsError, KvcsError, NotFoundError
@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 THREADS = 16
 EVICT_BATCH = 64  # victims of one background trip; a put waits for no more than that
 RETRY_SECONDS = 5.0
+KNOWN_SIZES = 4096
 HELD_SLOTS = 512  # free slots that keep a descriptor, as far as there are enough
 
 T = TypeVar("T")
@@ -44,16 +45,27 @@ class Volume:
     def __init__(self, index: int, config: MountpointConfig, descriptor_limit: int, watch: Watcher) -> None:
         self.index = index
         self.config = config
-        self.store = SlotStore(config.path)
+        self.store = SlotStore(config.path, config.io == "direct")
         self.catalog = Catalog(config.capacity)
         self.descriptors = Descriptors(descriptor_limit)
         self.recovering = True
         self.settling: dict[str, trio.Event] = {}  # keys whose writers on the mount have all flushed
         self.extras: dict[str, Any] = {}  # what faces keep in the snapshot
         self.counters = dict.fromkeys(
-            ("hits", "misses", "puts", "deletes", "evictions", "evicted_bytes", "checksum_errors", "io_errors"), 0
+            (
+                "hits",
+                "misses",
+                "puts",
+                "deletes",
+                "evictions",
+                "evicted_bytes",
+                "checksum_errors",
+                "io_errors",
+            ),
+            0,
         )
         self._watch = watch
+        self._sizes: dict[int, int] = {}  # one int object for all values of a size
         self._limiter = trio.CapacityLimiter(THREADS)
         self._claimed: dict[str, trio.Event] = {}
         self._reclaiming: set[Entry] = set()
@@ -74,8 +86,8 @@ class Volume:
     async def _claim(self, names: Collection[str]) -> AsyncIterator[None]:
         """Be the only step that changes these keys. Takes all or waits, so that two steps can't wait for each other."""
         with trio.CancelScope(shield=True):
-            while (blocked := next((self._claimed[n] for n in names if n in self._claimed), None)) is not None:
-                await blocked.wait()
+            while blocked := [self._claimed[n] for n in names if n in self._claimed]:
+                await blocked[0].wait()
             mine = trio.Event()
             self._claimed.update(dict.fromkeys(names, mine))
             try:
@@ -102,7 +114,7 @@ class Volume:
         get = self.catalog.index.get
         if temporaries:
             return [get(name) for name in names]
-        return [None if (e := get(name)) is None or e.temporary else e for name in names]
+        return [None if (e := get(name)) is None or e.flags & TEMPORARY else e for name in names]
 
     async def open(
         self, session: Session, names: Sequence[str], temporaries: bool
@@ -150,6 +162,16 @@ class Volume:
         jobs.close_all(self.descriptors.surplus())
         return errors
 
+    async def descriptor(self, session: Session, entry: Entry) -> int:
+        """The session's descriptor of a pinned entry. Raises BackingError, and the pin is gone."""
+        table = self.descriptors.of(session.user)
+        if entry not in table:
+            found: list[Entry | None] = [entry]
+            errors = await self._open_cold(table, [entry], found)
+            if found[0] is None:
+                raise errors.get(0) or BackingError("opening an object file: it is gone")
+        return table[entry]
+
     def release(self, entries: Sequence[Entry]) -> None:
         """Give pins back; what left the index meanwhile is reclaimed in the background."""
         if self.catalog.unpin(entries):
@@ -157,61 +179,63 @@ class Volume:
 
     # -- writing
 
-    async def reserve(self, session: Session, names: Sequence[str], sizes: Sequence[int]) -> list[Staged | KvcsError]:
+    async def reserve(
+        self, session: Session, names: Sequence[str], sizes: Sequence[int]
+    ) -> list[Staged | KvcsError]:
         """Promise bytes and a staged file for each key, in order, evicting as needed."""
         self._check_ready()
-        results: list[Staged | KvcsError] = [CapacityError("the connection's share is reserved")] * len(names)
-        charges: list[int] = []
-        positions: list[int] = []
-        for i, size in enumerate(sizes):
-            charged = charge(size)
-            if session.take(charged, self.catalog.ledger.capacity):
-                charges.append(charged)
-                positions.append(i)
+        every = [charge(size) for size in sizes]
+        charges = every[: session.admit(every, self.catalog.ledger.capacity)]
+        if len(self._sizes) > KNOWN_SIZES:
+            self._sizes.clear()
         plan = self.catalog.promise(charges)
         victims = plan.victims
         self._evicted(victims)
-        prepared, stuck = await self._files(jobs.prepare, self.store, plan, charges, self.descriptors.take(victims))
-        for j, outcome in prepared.items():
-            i = positions[j]
-            if isinstance(outcome, KvcsError):
-                self.catalog.ledger.move(charges[j], "reserved", None)
-                session.reserved -= charges[j]
-                self.counters["io_errors"] += 1
-                results[i] = outcome
+        prepared, stuck = await self._files(
+            jobs.prepare, self.store, plan, charges, self.descriptors.take(victims)
+        )
+        results: list[Staged | KvcsError] = []
+        for i, outcome in enumerate(prepared):
+            if isinstance(outcome, tuple):
+                slot, fd = outcome
+                size = self._sizes.setdefault(sizes[i], sizes[i])
+                results.append(Staged(self, Entry(names[i], slot, size, b"", 0, 0.0), charges[i], fd))
                 continue
-            slot, fd = outcome
-            entry = Entry(names[i], slot, sizes[i], b"", 0, 0.0, keys.is_temporary(names[i]))
-            results[i] = Staged(self, entry, fd)
-        for j in plan.refused:
-            session.reserved -= charges[j]
-            had = max(self.catalog.obtainable, 0)
-            results[positions[j]] = CapacityError(
-                f"need {charges[j]} B, {had} B can be had, {self.catalog.pinned} B are pinned"
-            )
+            session.reserved -= charges[i]
+            if outcome is not None:
+                self.catalog.unreserve(charges[i])
+                self.counters["io_errors"] += 1
+            results.append(outcome or self._no_room(charges[i]))
+        results += [CapacityError("the connection's share is reserved") for _ in names[len(charges) :]]
         self._keep_stuck(stuck)
         self._wake_evictor()
         return results
 
-    def _keep_stuck(self, victims: Iterable[Entry]) -> None:
-        """Victims whose files can't be removed stay counted, and are tried again later."""
-        for victim in victims:
-            self.counters["io_errors"] += 1
-            self.catalog.ledger.move(victim.charged, None, "retired")
-            self.catalog.retired.add(victim)
+    def _no_room(self, size: int) -> CapacityError:
+        can = max(self.catalog.obtainable, 0)
+        return CapacityError(f"need {size} B, {can} B can be had, readers hold {self.catalog.pinned} B")
 
-    async def commit(self, user: int, staged: Sequence[Staged], if_exists: str = "overwrite") -> list[KvcsError | None]:
+    def _keep_stuck(self, victims: Collection[Entry]) -> None:
+        """Victims whose files can't be removed stay counted, and are tried again later."""
+        self.counters["io_errors"] += len(victims)
+        self.catalog.keep_stuck(victims)
+
+    async def commit(self, staged: Sequence[Staged], if_exists: str = "overwrite") -> list[KvcsError | None]:
         """Publish staged objects whose checksums are set. What fails is aborted; the keys stand as they were."""
         results: list[KvcsError | None] = [None] * len(staged)
         last = {s.entry.key: i for i, s in enumerate(staged)}
         async with self._claim(last):
-            await self._commit_claimed(user, staged, if_exists, results, last)
+            try:
+                await self._commit_claimed(staged, if_exists, results, last)
+            except BaseException:  # a bug of ours; their bytes must not stay reserved for ever
+                pending = [s for s in staged if not s.entry.live and s.entry not in self.catalog.retired]
+                self.catalog.retire_staged(s.entry for s in pending)
+                raise
         self._wake_evictor()
         return results
 
     async def _commit_claimed(
         self,
-        user: int,
         staged: Sequence[Staged],
         if_exists: str,
         results: list[KvcsError | None],
@@ -237,21 +261,18 @@ class Volume:
         held = [old for old in olds if old is not None]
         self.catalog.pin(held)
         sealed = await self._files(jobs.seal_many, self.store, entries, olds)
-        table = self.descriptors.of(user)
         committed: list[Entry] = []
         for i, entry, outcome in zip(positions, entries, sealed, strict=True):
-            if isinstance(outcome, KvcsError):
+            if outcome is not None:
                 results[i] = outcome
                 self.counters["io_errors"] += isinstance(outcome, BackingError)
                 dropped.append(entry)
                 continue
             self.catalog.insert(entry)
-            table[entry] = outcome
             committed.append(entry)
         self.catalog.refresh(committed, created)
         self.counters["puts"] += len(committed)
         self._watch(self.index, [e.key for e in committed])
-        jobs.close_all(self.descriptors.surplus())
         self.catalog.retire_staged(dropped)
         await self.reclaim([*dropped, *self.catalog.unpin(held)])
 
@@ -269,7 +290,7 @@ class Volume:
             entries: list[Entry] = []
             for i, name in enumerate(names):
                 entry = self.catalog.index.get(name)
-                if entry is None or (entry.temporary and not temporaries):
+                if entry is None or (entry.flags & TEMPORARY and not temporaries):
                     results[i] = NotFoundError(f"{name!r} has no value")
                 else:
                     self.catalog.remove(entry)
@@ -307,7 +328,7 @@ class Volume:
             if failed is None:
                 if target is not None and target.live:
                     self.catalog.remove(target)
-                self.catalog.rename(entry, new, staged.generation, keys.is_temporary(new))
+                self.catalog.rename(entry, new, staged.generation)
             loose = self.catalog.unpin(held)
             self._watch(self.index, [old, new])
             await self.reclaim(loose)
@@ -323,18 +344,17 @@ class Volume:
         try:
             slot, fd = await self._files(jobs.create_file, self.store)
         except KvcsError:
-            self.catalog.ledger.move(charge(0), "reserved", None)
+            self.catalog.unreserve(charge(0))
             raise
-        entry = Entry(key, slot, 0, b"", 0, 0.0, keys.is_temporary(key))
-        return Staged(self, entry, fd)
+        return Staged(self, Entry(key, slot, 0, b"", 0, 0.0, flags_of(key)), charge(0), fd)
 
     async def grow(self, staged: Staged, size: int) -> None:
         """Reserve for at least `size` bytes, doubling to keep the steps few. Raises CapacityError; nothing changes."""
         have = staged.charged
+        if charge(size) <= have:
+            return
         for wanted in (max(size, 2 * staged.entry.size, 16 * BLOCK), size):
             extra = charge(wanted) - have
-            if extra <= 0:
-                return
             try:
                 await self._make_room(extra)
             except CapacityError:
@@ -342,6 +362,7 @@ class Volume:
                     raise
                 continue
             staged.entry.size = wanted
+            staged.charged += extra
             return
 
     async def _make_room(self, size: int) -> None:
@@ -350,20 +371,23 @@ class Volume:
         victims = plan.victims
         self._evicted(victims)
         if plan.refused:
-            raise CapacityError(f"need {size} B, {max(self.catalog.obtainable, 0)} B can be had")
+            raise self._no_room(size)
         if victims or plan.drop:
-            _, stuck = await self._files(jobs.prepare, self.store, plan, [size], self.descriptors.take(victims))
+            _, stuck = await self._files(
+                jobs.prepare, self.store, plan, [size], self.descriptors.take(victims)
+            )
             self._keep_stuck(stuck)
             if stuck:
-                self.catalog.ledger.move(size, "reserved", None)
+                self.catalog.unreserve(size)
                 raise BackingError("an evicted object can't be removed")
         self._wake_evictor()
 
     async def finish_file(self, staged: Staged, size: int, checksum: bytes | None) -> None:
         """Cut a grown file to its size, give the rest of its reservation back, and set its checksum; closes `fd`."""
         staged.entry.checksum = await self._files(jobs.finish_file, staged.fd, size, checksum)
-        self.catalog.ledger.move(staged.charged - charge(size), "reserved", None)
+        self.catalog.unreserve(staged.charged - charge(size))
         staged.entry.size = size
+        staged.charged = charge(size)
 
     async def close_file(self, staged: Staged) -> None:
         """Close the descriptor of a grown file that will be aborted."""
@@ -393,7 +417,9 @@ class Volume:
             keep.append(fits)
         self._keeping += total - before
         try:
-            results = await self._files(jobs.reclaim, self.store, entries, keep, hold, self.descriptors.take(entries))
+            results = await self._files(
+                jobs.reclaim, self.store, entries, keep, hold, self.descriptors.take(entries)
+            )
         finally:
             self._reclaiming.difference_update(entries)
             self._keeping -= total - before
@@ -438,7 +464,7 @@ class Volume:
             while batch := self._oldest(goal - self.catalog.room):
                 before = self.catalog.room
                 await self._evict(batch)
-                if self.catalog.room <= before:  # files can't be removed: more of it would empty the store for nothing
+                if self.catalog.room <= before:  # files can't be removed: going on would empty the store
                     break
 
     def _oldest(self, missing: float) -> list[Entry]:
@@ -469,7 +495,8 @@ class Volume:
         outcomes = dict(zip(held, await self._files(jobs.verify_many, self.store, held), strict=True))
         wrong = [e for e in outcomes if outcomes[e] is False and e.live]
         for entry in held:
-            entry.proven = entry.proven or outcomes[entry] is True
+            if outcomes[entry] is True:
+                entry.flags &= ~UNPROVEN
         if wrong:
             log.warning("%s: dropped %d entries with a wrong checksum", self.config.path, len(wrong))
             self.counters["checksum_errors"] += len(wrong)
@@ -487,13 +514,11 @@ class Volume:
         found = await trio.to_thread.run_sync(recovery.recover, self.store, limiter=self._limiter)
         self.catalog.load(found.entries)
         for slot in found.free_slots:
-            self.catalog.ledger.move(slot.size, None, "free_slots")
             self.catalog.add_free(slot)
         self.extras.update(found.extras)
         while batch := self._oldest(-self.catalog.room):
             await self._evict(batch)
-        while self.catalog.ledger.free < 0 and (free := self.catalog.pop_free()):
-            self.catalog.ledger.move(free.size, "free_slots", None)
+        while self.catalog.ledger.free < 0 and (free := self.catalog.drop_free()):
             await self._files(jobs.drop, self.store, free)
         self.recovering = False
 

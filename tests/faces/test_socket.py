@@ -419,7 +419,7 @@ async def test_an_object_that_can_not_be_opened_is_an_error_in_its_place(tmp_pat
         jobs.close_all(volume.descriptors.clear())
         slot = volume.catalog.index.get("b").slot
 
-        def failing(self: SlotStore, wanted: int) -> int:
+        def failing(self, wanted):
             if wanted == slot:
                 raise OSError(errno.EIO, "Input/output error")
             return real(self, wanted)
@@ -489,7 +489,7 @@ async def test_a_reservation_outlives_its_deadline_by_the_grace(tmp_path):
         os.close(fds[0])
         trio.from_thread.run_sync(seen.append, trio.from_thread.run_sync(remaining))
 
-    def remaining() -> float:
+    def remaining():
         (session,) = [s for s in engine._sessions if s.staged]
         (staged,) = session.staged.values()
         return staged.expires - trio.current_time()

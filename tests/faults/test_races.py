@@ -19,7 +19,7 @@ import pytest
 import trio
 import trio.testing
 
-from kvcsfs.engine import jobs
+from kvcsfs.engine import store
 from kvcsfs.engine.engine import Engine
 from kvcsfs.engine.entry import BLOCK, Entry
 from kvcsfs.engine.session import Session, Staged
@@ -27,6 +27,7 @@ from kvcsfs.engine.store import SlotStore
 from kvcsfs.errors import BackingError, BusyError, CapacityError, NotFoundError, ReservationError
 from tests.stores import (
     CAPACITY,
+    Gate,
     bytes_on_disk,
     checksum,
     config,
@@ -59,21 +60,6 @@ def adds_up(engine: Engine) -> None:
     engine.check()
     volume = engine.volumes[0]
     assert volume.catalog.ledger.used == bytes_on_disk(volume.config.path) <= CAPACITY
-
-
-class Gate:
-    """Stops a job in its worker thread until the test has done what must come in between."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-        self.reached, self.go = trio.Event(), trio.Event()
-        self._real = getattr(jobs, name)
-        monkeypatch.setattr(jobs, name, self._wait)
-
-    def _wait(self, *args: object) -> object:
-        if not self.go.is_set():
-            trio.from_thread.run_sync(self.reached.set)
-            trio.from_thread.run(self.go.wait)
-        return self._real(*args)
 
 
 # -- reuse while somebody can still read: the holder released its lease and kept the descriptor
@@ -422,7 +408,7 @@ async def test_an_object_that_can_not_be_opened_fails_alone_and_stays(tmp_path, 
         await put(engine, session, "good", b"y")
         slot, real = (await entry_of(engine, "bad")).slot, SlotStore.open_read
 
-        def failing(self: SlotStore, wanted: int) -> int:
+        def failing(self, wanted):
             if wanted == slot:
                 raise OSError(number, os.strerror(number))
             return real(self, wanted)
@@ -470,7 +456,7 @@ async def test_a_commit_whose_footer_can_not_be_written(tmp_path, monkeypatch):
             raise OSError(errno.EIO, "Input/output error")
 
         with monkeypatch.context() as patched:
-            patched.setattr(SlotStore, "write_footer", failing)
+            patched.setattr(store, "write_all", failing)
             assert isinstance(await put(engine, session, "k", b"x" * VALUE), BackingError)
         assert await get(engine, session, "k") == b"before"
         await settle(engine)

@@ -102,7 +102,7 @@ class CatalogMachine(RuleBasedStateMachine):
     def rename(self, old: str, new: str) -> None:
         found = self.live(old)
         if found and not self.live(new):
-            self.catalog.rename(found, new, 1, False)
+            self.catalog.rename(found, new, 1)
 
     @rule(batch=st.lists(KEYS, max_size=4, unique=True))
     def touch(self, batch: list[str]) -> None:

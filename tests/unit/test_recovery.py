@@ -9,7 +9,7 @@ import pytest
 
 from kvcsfs.engine import recovery
 from kvcsfs.engine.catalog import FreeSlot
-from kvcsfs.engine.entry import BLOCK, Entry
+from kvcsfs.engine.entry import BLOCK, UNPROVEN, Entry
 from kvcsfs.engine.recovery import Found, SnapshotWriter
 from kvcsfs.engine.store import SlotStore
 from tests.stores import path_of, slot_files, stored
@@ -116,14 +116,14 @@ def test_a_slot_that_can_not_be_read_does_not_stop_the_others(tmp_path, monkeypa
     store = SlotStore(tmp_path)
     bad, good = stored(store, "bad", b"x"), stored(store, "good", b"x")
     store.close()
-    real = SlotStore.open_read
+    real = SlotStore._open
 
-    def failing(self: SlotStore, slot: int) -> int:
+    def failing(self: SlotStore, slot: int, flags: int) -> int:
         if slot == bad.slot:
             raise OSError(5, "Input/output error")
-        return real(self, slot)
+        return real(self, slot, flags)
 
-    monkeypatch.setattr(SlotStore, "open_read", failing)
+    monkeypatch.setattr(SlotStore, "_open", failing)
     assert found_keys(restart(tmp_path)) == ["good"]
     assert path_of(tmp_path, bad.slot).exists()
     assert path_of(tmp_path, good.slot).exists()
@@ -156,7 +156,7 @@ def two(path: Path) -> tuple[SlotStore, Entry, Entry]:
 
 def test_a_clean_snapshot_is_used_without_reading_footers(tmp_path, monkeypatch):
     store, a, b = two(tmp_path)
-    b.proven = False
+    b.flags |= UNPROVEN
     snapshot(store, [a, b], clean=True, free=(FreeSlot(77, 8192),))
     store.close()
     monkeypatch.setattr(SlotStore, "scan", lambda self: pytest.fail("the footers were read"))

@@ -1,0 +1,1 @@
+"""The stores that `kvcs-bench compare` sets side by side, one module each."""

@@ -1,0 +1,1 @@
+"""The POSIX face: the store as a file system, through FUSE."""

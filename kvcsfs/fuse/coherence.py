@@ -1,0 +1,112 @@
+"""Coherence: what the kernel remembers follows what the store does behind its back.
+
+The engine tells which keys changed; a task finds the nodes that are wrong now; a thread of its own tells the kernel,
+as that blocks while the kernel waits for one of our handlers.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import queue
+import threading
+from collections.abc import Collection
+
+import pyfuse3
+import trio
+
+from kvcsfs.engine import keys
+from kvcsfs.fuse.inodes import Directory, File
+from kvcsfs.fuse.tree import Tree
+
+log = logging.getLogger(__name__)
+
+Place = tuple[int, str]  # mountpoint index, key or directory
+JOIN_SECONDS = 2.0
+
+
+class Coherence:
+    """Watches the engine for one mount. `watch` goes into `engine.watchers`."""
+
+    def __init__(self, tree: Tree) -> None:
+        self._tree = tree
+        self._keys: dict[Place, None] = {}
+        self._directories: dict[Place, None] = {}
+        self._wake = trio.Event()
+        self._entries: queue.SimpleQueue[tuple[int, bytes] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._tell_kernel, name="kvcsfs-invalidate", daemon=True)
+        self._stopped = False
+
+    def watch(self, index: int, names: Collection[str]) -> None:
+        """Note keys whose value came, went or changed, as far as the mount knows anything of them."""
+        inodes, namespace = self._tree.inodes, self._tree.peek(index)
+        for key in names:
+            if (index, key) in inodes.files or namespace.knows(key):
+                self._keys[index, key] = None
+            for path in keys.parents(key):
+                if path and ((index, path) in inodes.directories or (index, path[:-1]) in inodes.files):
+                    self._directories[index, path] = None
+        if self._keys or self._directories:
+            self._wake.set()
+
+    async def run(self) -> None:
+        """Look after what was noted, until cancelled."""
+        self._thread.start()
+        while True:
+            await self._wake.wait()
+            self._wake = trio.Event()
+            changed, self._keys = self._keys, {}
+            around, self._directories = self._directories, {}
+            for index, key in changed:
+                await self._check_key(index, key)
+            for index, path in around:
+                await self._check_directory(index, path)
+
+    async def _check_key(self, index: int, key: str) -> None:
+        inodes, namespace = self._tree.inodes, self._tree.peek(index)
+        node = inodes.files.get((index, key))
+        if node is not None:
+            async with node.lock:
+                entry = await self._tree.engine.find(index, key)
+                if self._tree.is_stale(node, entry) and not node.gone:
+                    self._invalidate(node)
+                    inodes.detach(node, self._tree.recorded(node))
+        node = inodes.files.get((index, key))
+        entry = await self._tree.engine.find(index, key)
+        if node is not None and (node.writer is not None or node.entry is entry):
+            return
+        if entry is not None or not namespace.is_file(key):
+            namespace.forget(key)  # what was set on another value, or on one that is gone
+
+    async def _check_directory(self, index: int, path: str) -> None:
+        inodes = self._tree.inodes
+        there = await self._tree.is_directory(index, path)
+        node = inodes.directories.get((index, path))
+        if node is not None and not there:
+            self._invalidate(node)
+        beside = inodes.files.get((index, path[:-1]))
+        if beside is not None and there != beside.name.startswith(b"%="):
+            self._invalidate(beside)
+
+    def _invalidate(self, node: Directory | File) -> None:
+        if node.parent is not None and node.lookups:
+            self._entries.put((node.parent.number, node.name))
+
+    def _tell_kernel(self) -> None:
+        while (entry := self._entries.get()) is not None:
+            if self._stopped:
+                continue
+            number, name = entry
+            try:
+                pyfuse3.invalidate_entry(pyfuse3.InodeT(number), pyfuse3.FileNameT(name))
+            except OSError as exc:
+                if exc.errno != errno.ENOENT:  # which says that the kernel has forgotten it itself
+                    log.warning("the kernel keeps %r: %s", name, exc.strerror)
+
+    def stop(self) -> bool:
+        """End the thread; blocks a moment. False if the kernel doesn't let it go: then the session must stay."""
+        self._stopped = True
+        self._entries.put(None)
+        if self._thread.is_alive():
+            self._thread.join(JOIN_SECONDS)
+        return not self._thread.is_alive()

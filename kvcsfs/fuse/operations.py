@@ -1,0 +1,425 @@
+"""Operations: what the kernel asks of the mount, one short method each. It translates; tree and contents decide."""
+
+# ruff: noqa: ARG002  the signatures are those of pyfuse3.Operations
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import time
+from collections.abc import Sequence
+
+import pyfuse3
+from pyfuse3 import (
+    EntryAttributes,
+    FileHandleT,
+    FileInfo,
+    FileNameT,
+    FlagT,
+    FUSEError,
+    InodeT,
+    ModeT,
+    ReaddirToken,
+    RequestContext,
+    SetattrFields,
+    StatvfsData,
+)
+
+from kvcsfs.engine import keys
+from kvcsfs.engine.entry import BLOCK
+from kvcsfs.fuse import names
+from kvcsfs.fuse.contents import Contents
+from kvcsfs.fuse.handles import DirectoryHandle, FileHandle, Handles
+from kvcsfs.fuse.inodes import HUB, Directory, File, Link, Node
+from kvcsfs.fuse.names import Kind
+from kvcsfs.fuse.posix import Usual, changes, posix_errors
+from kvcsfs.fuse.tree import Tree
+
+log = logging.getLogger(__name__)
+
+
+class Operations(pyfuse3.Operations):
+    """The handlers of one mount.
+
+    Left out, so that the kernel stops asking after the first ENOSYS: access (default_permissions decides) and
+    extended attributes (with getxattr answered, every write asks for security.capability first).
+    """
+
+    supports_dot_lookup = False
+    enable_writeback_cache = False
+    enable_acl = False
+
+    def __init__(self, tree: Tree, contents: Contents) -> None:
+        super().__init__()
+        self._tree = tree
+        self._inodes = tree.inodes
+        self._contents = contents
+        self._usual = Usual()
+        self._files: Handles[FileHandle] = Handles()
+        self._directories: Handles[DirectoryHandle] = Handles()
+
+    # -- nodes and names
+
+    def _node(self, number: int) -> Node:
+        node = self._inodes.get(number)
+        if node is None:
+            raise FUSEError(errno.ESTALE)
+        return node
+
+    def _directory(self, number: int) -> Directory:
+        node = self._node(number)
+        if not isinstance(node, Directory):
+            raise FUSEError(errno.ENOTDIR)
+        return node
+
+    def _file(self, number: int) -> File:
+        node = self._node(number)
+        if isinstance(node, Directory):
+            raise FUSEError(errno.EISDIR)
+        if isinstance(node, Link):
+            raise FUSEError(errno.ELOOP)
+        return node
+
+    def _attributes(self, node: Node) -> EntryAttributes:
+        return self._usual.attributes(node, self._tree.recorded(node))
+
+    def _found(self, node: Node) -> EntryAttributes:
+        """The attributes of a node that the kernel now counts once more."""
+        node.lookups += 1
+        return self._attributes(node)
+
+    def _path_of_new(self, parent: Directory, raw: bytes, suffix: str = "") -> str:
+        """The key, or the directory, that a new name stands for."""
+        name = self._tree.decode(parent, raw)
+        if parent.index == HUB:
+            raise FUSEError(errno.EPERM)
+        if name is None or name.kind is not Kind.NAME or self._is_hub(parent, raw):
+            raise FUSEError(errno.EINVAL)
+        path = parent.base + name.component
+        keys.check(path + suffix)
+        return path + suffix
+
+    def _is_hub(self, parent: Directory, raw: bytes) -> bool:
+        return parent is self._inodes.root and raw == names.MOUNTPOINTS.encode()
+
+    def _changed(self, directory: Directory) -> None:
+        """A name in a directory came or went."""
+        self._tree.namespace(directory.index).changed(directory.base, time.time_ns())
+
+    @posix_errors
+    async def lookup(self, parent_inode: InodeT, name: FileNameT, ctx: RequestContext) -> EntryAttributes:
+        """Find a name. A miss isn't cached: another process may put the key at any time."""
+        node = await self._tree.lookup(self._directory(parent_inode), name)
+        if node is None:
+            raise FUSEError(errno.ENOENT)
+        return self._found(node)
+
+    async def forget(self, inode_list: Sequence[tuple[InodeT, int]]) -> None:
+        """The kernel drops inodes. Nobody hears of an error here, so none may leave."""
+        try:
+            self._inodes.forget(inode_list)
+        except Exception:
+            log.exception("forget failed")
+
+    # -- attributes
+
+    @posix_errors
+    async def getattr(self, inode: InodeT, ctx: RequestContext) -> EntryAttributes:
+        """Attributes; those of a content that is still open although its key has another one, too."""
+        node = self._node(inode)
+        if isinstance(node, File) and not node.opens and not node.lock.locked():
+            entry = await self._tree.engine.find(node.index, node.key)
+            if self._tree.is_stale(node, entry):
+                raise FUSEError(errno.ESTALE)
+        return self._attributes(node)
+
+    @posix_errors
+    async def setattr(
+        self,
+        inode: InodeT,
+        attr: EntryAttributes,
+        fields: SetattrFields,
+        fh: FileHandleT | None,
+        ctx: RequestContext,
+    ) -> EntryAttributes:
+        """Set the size, or what the namespace records: owner, mode, times."""
+        node = self._node(inode)
+        if fields.update_size:
+            await self._contents.truncate(self._file(inode), attr.st_size)
+        else:  # the times that come with a size are those of its writer
+            self._record(node, changes(attr, fields, time.time_ns()))
+        return self._attributes(node)
+
+    def _record(self, node: Node, changed: dict[str, int]) -> None:
+        if not changed:
+            return
+        if isinstance(node, File):
+            if node.gone:
+                node.kept = {**node.kept, **changed}
+            else:
+                self._tree.namespace(node.index).set_file(node.key, changed)
+        elif isinstance(node, Directory) and not node.partial and node.index != HUB:
+            self._tree.namespace(node.index).set_directory(node.path, changed)
+        else:
+            raise FUSEError(errno.EPERM)
+
+    @posix_errors
+    async def readlink(self, inode: InodeT, ctx: RequestContext) -> FileNameT:
+        """The target of the one symbolic link."""
+        node = self._node(inode)
+        if not isinstance(node, Link):
+            raise FUSEError(errno.EINVAL)
+        return FileNameT(node.target)
+
+    @posix_errors
+    async def statfs(self, ctx: RequestContext) -> StatvfsData:
+        """Room and use of all mountpoints together."""
+        spaces = [await self._tree.engine.space(i) for i in range(len(self._tree.engine.volumes))]
+        capacity, free, entries = (sum(column) for column in zip(*spaces, strict=True))
+        stat = StatvfsData()
+        stat.f_bsize = stat.f_frsize = BLOCK
+        stat.f_blocks = capacity // BLOCK
+        stat.f_bfree = stat.f_bavail = free // BLOCK
+        stat.f_ffree = stat.f_favail = stat.f_bfree // 2  # the smallest value takes two blocks
+        stat.f_files = entries + stat.f_ffree
+        stat.f_namemax = names.MAX_NAME_BYTES
+        return stat
+
+    # -- directories
+
+    @posix_errors
+    async def mkdir(
+        self, parent_inode: InodeT, name: FileNameT, mode: ModeT, ctx: RequestContext
+    ) -> EntryAttributes:
+        """Make a directory that stays without keys in it."""
+        parent = self._directory(parent_inode)
+        if await self._tree.lookup(parent, name) is not None:
+            raise FUSEError(errno.EEXIST)
+        path = self._path_of_new(parent, name, "/")
+        now = time.time_ns()
+        recorded = {
+            **self._usual.unusual(mode, ctx, 0o755),
+            "mtime_ns": now,
+            "ctime_ns": now,
+            "atime_ns": now,
+        }
+        self._tree.namespace(parent.index).make(path, recorded)
+        self._changed(parent)
+        return self._found(self._inodes.directory(parent.index, path, parent, name))
+
+    @posix_errors
+    async def rmdir(self, parent_inode: InodeT, name: FileNameT, ctx: RequestContext) -> None:
+        """Remove a directory in which nothing is. One that eviction emptied and took before us is fine."""
+        parent = self._directory(parent_inode)
+        node = await self._tree.lookup(parent, name)
+        if isinstance(node, File | Link):
+            raise FUSEError(errno.ENOTDIR)
+        if node is None:
+            return
+        if node.index == HUB or not node.path:
+            raise FUSEError(errno.EBUSY)
+        if not await self._tree.is_empty(node):
+            raise FUSEError(errno.ENOTEMPTY)
+        self._tree.namespace(parent.index).remove_directory(node.path)
+        self._changed(parent)
+
+    @posix_errors
+    async def opendir(self, inode: InodeT, ctx: RequestContext) -> FileHandleT:
+        """Open a directory for listing."""
+        return FileHandleT(self._directories.add(DirectoryHandle(self._directory(inode))))
+
+    @posix_errors
+    async def readdir(self, fh: FileHandleT, start_id: int, token: ReaddirToken) -> None:
+        """List names with attributes from a position on, until the kernel's buffer is full."""
+        handle = self._directories[fh]
+        if start_id == 0:
+            handle.rewind()
+        position = start_id
+        while True:
+            if position >= len(handle.names):
+                if handle.complete:
+                    return
+                await self._tree.more(handle)
+                continue
+            raw = handle.names[position].encode()
+            position += 1
+            node = await self._tree.lookup(handle.node, raw)
+            if node is None:  # it went since its name was read
+                continue
+            if not pyfuse3.readdir_reply(token, FileNameT(raw), self._attributes(node), position):
+                self._inodes.drop_unused(node)
+                return
+            node.lookups += 1
+
+    @posix_errors
+    async def releasedir(self, fh: FileHandleT) -> None:
+        """Close a directory."""
+        self._directories.pop(fh)
+
+    @posix_errors
+    async def fsyncdir(self, fh: FileHandleT, datasync: bool) -> None:
+        """Nothing to do: names are in the footers of values, and the rest in the snapshot."""
+
+    # -- files
+
+    @posix_errors
+    async def create(
+        self, parent_inode: InodeT, name: FileNameT, mode: ModeT, flags: FlagT, ctx: RequestContext
+    ) -> tuple[FileInfo, EntryAttributes]:
+        """Open a file for writing, made if need be."""
+        parent = self._directory(parent_inode)
+        node = await self._tree.lookup(parent, name)
+        if node is not None:
+            if flags & os.O_EXCL:
+                raise FUSEError(errno.EEXIST)
+            file = self._file(node.number)
+            info = await self._opened(file, flags)
+            return info, self._found(file)
+        key = self._path_of_new(parent, name)
+        self._tree.namespace(parent.index).create(key, self._usual.unusual(mode, ctx, 0o644))
+        file = await self._made(parent, name, key)
+        self._changed(parent)
+        # Truncating is what gives it a writer, and so a commit at its last release.
+        return await self._opened(file, flags | os.O_TRUNC), self._found(file)
+
+    async def _made(self, parent: Directory, name: bytes, key: str) -> File:
+        file = await self._tree.file(parent, name, key)
+        if file is None:
+            raise FUSEError(errno.ESTALE)
+        return file
+
+    @posix_errors
+    async def open(self, inode: InodeT, flags: FlagT, ctx: RequestContext) -> FileInfo:
+        """Open a file; O_TRUNC comes here, O_DIRECT and the like stay with the kernel."""
+        file = self._file(inode)
+        if not file.lock.locked() and not file.gone:
+            entry = await self._tree.engine.find(file.index, file.key)
+            if self._tree.is_stale(file, entry):
+                raise FUSEError(errno.ESTALE)
+        return await self._opened(file, flags)
+
+    async def _opened(self, file: File, flags: int) -> FileInfo:
+        writable = flags & os.O_ACCMODE != os.O_RDONLY
+        handle = await self._contents.open(file, writable, bool(flags & os.O_TRUNC))
+        # One inode, one content: pages that the kernel has of it are right.
+        return FileInfo(fh=FileHandleT(self._files.add(handle)), keep_cache=True)
+
+    @posix_errors
+    async def read(self, fh: FileHandleT, off: int, size: int) -> bytes:
+        """Read."""
+        return await self._contents.read(self._files[fh].node, off, size)  # type: ignore[return-value]
+
+    @posix_errors
+    async def write(self, fh: FileHandleT, off: int, buf: bytes) -> int:
+        """Write all of it."""
+        return await self._contents.write(self._files[fh], off, buf)
+
+    @posix_errors
+    async def flush(self, fh: FileHandleT) -> None:
+        """A descriptor was closed, one of perhaps several: no commit."""
+        self._contents.flushed(self._files[fh])
+
+    @posix_errors
+    async def release(self, fh: FileHandleT) -> None:
+        """The last descriptor of a handle was closed."""
+        await self._contents.release(self._files.pop(fh))
+
+    @posix_errors
+    async def fsync(self, fh: FileHandleT, datasync: bool) -> None:
+        """Make what was written so far a value."""
+        await self._contents.sync(self._files[fh].node)
+
+    @posix_errors
+    async def unlink(self, parent_inode: InodeT, name: FileNameT, ctx: RequestContext) -> None:
+        """Remove a file. Whoever has it open keeps its content."""
+        parent = self._directory(parent_inode)
+        node = await self._tree.lookup(parent, name)
+        if node is None:
+            raise FUSEError(errno.ENOENT)
+        file = self._file(node.number)
+        async with file.lock:
+            await self._contents.remove(file)
+        self._changed(parent)
+        self._inodes.drop_unused(file)
+
+    @posix_errors
+    async def rename(
+        self,
+        parent_inode_old: InodeT,
+        name_old: FileNameT,
+        parent_inode_new: InodeT,
+        name_new: FileNameT,
+        flags: FlagT,
+        ctx: RequestContext,
+    ) -> None:
+        """Rename a file, replacing another; or a directory that has nothing in it."""
+        old_parent, new_parent = self._directory(parent_inode_old), self._directory(parent_inode_new)
+        if flags & ~pyfuse3.RENAME_NOREPLACE:
+            raise FUSEError(errno.EINVAL)
+        node = await self._tree.lookup(old_parent, name_old)
+        target = await self._tree.lookup(new_parent, name_new)
+        if node is None:
+            raise FUSEError(errno.ENOENT)
+        if target is not None and flags & pyfuse3.RENAME_NOREPLACE:
+            raise FUSEError(errno.EEXIST)
+        if old_parent.index != new_parent.index:
+            raise FUSEError(errno.EXDEV)
+        if node is target:
+            return
+        if isinstance(node, Directory):
+            await self._rename_directory(node, target, new_parent, name_new)
+        else:
+            await self._rename_file(self._file(node.number), target, new_parent, name_new)
+        self._changed(old_parent)
+        self._changed(new_parent)
+
+    async def _rename_directory(
+        self, node: Directory, target: Node | None, parent: Directory, name: bytes
+    ) -> None:
+        if target is not None and not isinstance(target, Directory):
+            raise FUSEError(errno.ENOTDIR)
+        if target is not None and not await self._tree.is_empty(target):
+            raise FUSEError(errno.ENOTEMPTY)
+        if node.partial or node.index == HUB or not node.path or not await self._tree.is_empty(node):
+            raise FUSEError(errno.EXDEV)
+        path = target.path if target is not None else self._path_of_new(parent, name, "/")
+        self._tree.namespace(node.index).move_directory(node.path, path)
+        if target is not None:
+            self._inodes.directories.pop((target.index, target.path), None)
+        self._inodes.move(node, path, parent, name)
+
+    async def _rename_file(self, node: File, target: Node | None, parent: Directory, name: bytes) -> None:
+        key = self._file(target.number).key if target is not None else self._path_of_new(parent, name)
+        async with node.lock:
+            if isinstance(target, File):
+                async with target.lock:
+                    await self._contents.rename(node, key, target)
+            else:
+                await self._contents.rename(node, key, None)
+            self._inodes.move(node, key, parent, name)
+        if isinstance(target, File):
+            self._inodes.drop_unused(target)
+
+    # -- what a store of values has not
+
+    @posix_errors
+    async def link(
+        self, inode: InodeT, new_parent_inode: InodeT, new_name: FileNameT, ctx: RequestContext
+    ) -> EntryAttributes:
+        """No key is another's alias."""
+        raise FUSEError(errno.EPERM)
+
+    @posix_errors
+    async def symlink(
+        self, parent_inode: InodeT, name: FileNameT, target: FileNameT, ctx: RequestContext
+    ) -> EntryAttributes:
+        """No links."""
+        raise FUSEError(errno.EPERM)
+
+    @posix_errors
+    async def mknod(
+        self, parent_inode: InodeT, name: FileNameT, mode: ModeT, rdev: int, ctx: RequestContext
+    ) -> EntryAttributes:
+        """No devices, pipes or sockets."""
+        raise FUSEError(errno.EPERM)

@@ -1,0 +1,178 @@
+"""Tree: from names to nodes and back. What the directories of the mount hold, over index and namespace."""
+
+from __future__ import annotations
+
+import errno
+import heapq
+import itertools
+
+from pyfuse3 import FUSEError
+
+from kvcsfs.engine.engine import Engine
+from kvcsfs.engine.entry import Entry
+from kvcsfs.engine.namespace import Attributes, Namespace
+from kvcsfs.errors import BusyError
+from kvcsfs.fuse import names
+from kvcsfs.fuse.handles import DirectoryHandle
+from kvcsfs.fuse.inodes import HUB, Directory, File, Inodes, Node
+from kvcsfs.fuse.names import Kind, Name
+
+PAGE = 256  # names fetched at once: below a millisecond of the loop
+
+
+class Tree:
+    """The directories of one mount."""
+
+    def __init__(self, engine: Engine, inodes: Inodes) -> None:
+        self.engine = engine
+        self.inodes = inodes
+        self._namespaces: dict[int, Namespace] = {}
+        self._nothing = Namespace({})
+        pooled = engine.config.backend == "pooled"
+        self._mountpoints = len(engine.volumes) if pooled else 1
+
+    # -- records beside the keys
+
+    def namespace(self, index: int) -> Namespace:
+        """The namespace of a mountpoint, to be changed. Raises BusyError while recovery runs."""
+        found = self.peek(index)
+        if found is self._nothing:
+            raise BusyError("the store is still recovering")
+        return found
+
+    def peek(self, index: int) -> Namespace:
+        """The namespace of a mountpoint, to look: nothing is in it while recovery runs."""
+        found = self._namespaces.get(index)
+        if found is None:
+            extras = self.engine.extras(index) if index != HUB else None
+            if extras is None:
+                return self._nothing
+            found = self._namespaces[index] = Namespace(extras.setdefault("namespace", {}))
+        return found
+
+    def recorded(self, node: Node) -> Attributes:
+        """What was set on a node."""
+        if isinstance(node, File):
+            return node.kept if node.gone else self.peek(node.index).attributes(node.key)
+        return self.peek(node.index).directory_attributes(node.path) if isinstance(node, Directory) else {}
+
+    # -- names
+
+    def decode(self, parent: Directory, raw: bytes) -> Name | None:
+        """What a name in a directory stands for; None for a form of the escape that stands for nothing."""
+        if len(raw) > names.MAX_NAME_BYTES:
+            raise FUSEError(errno.ENAMETOOLONG)
+        try:
+            text = raw.decode()
+        except UnicodeDecodeError:
+            raise FUSEError(errno.EILSEQ) from None
+        return names.decode(text, parent.partial, self._is_top(parent))
+
+    def _is_top(self, parent: Directory) -> bool:
+        return parent.index == 0 and not parent.path
+
+    async def lookup(self, parent: Directory, raw: bytes) -> Node | None:
+        """The node of a name in a directory."""
+        if parent.index == HUB:
+            return self._mountpoint(parent, raw)
+        if parent is self.inodes.root and raw == names.MOUNTPOINTS.encode():
+            return self.inodes.directory(HUB, "", parent, raw)
+        name = self.decode(parent, raw)
+        if name is None:
+            return None
+        path = parent.base + name.component
+        if name.kind is Kind.CHUNK:
+            return self.inodes.directory(parent.index, path, parent, raw)
+        if await self.is_directory(parent.index, path + "/") != (name.kind is Kind.CLASH):
+            return (
+                None
+                if name.kind is Kind.CLASH
+                else self.inodes.directory(parent.index, path + "/", parent, raw)
+            )
+        return await self.file(parent, raw, path)
+
+    def _mountpoint(self, hub: Directory, raw: bytes) -> Node | None:
+        if raw == b"0":
+            return self.inodes.link
+        if raw in {b"%d" % i for i in range(1, self._mountpoints)}:
+            return self.inodes.directory(int(raw), "", hub, raw)
+        return None
+
+    async def is_directory(self, index: int, path: str) -> bool:
+        """Whether a directory is there."""
+        return await self.engine.is_directory(index, path) or self.peek(index).is_directory(path)
+
+    async def file(self, parent: Directory, raw: bytes, key: str) -> File | None:
+        """The node of a key, if there is a file."""
+        entry = await self.engine.find(parent.index, key)
+        node = self.inodes.files.get((parent.index, key))
+        if node is not None and not node.lock.locked() and self.is_stale(node, entry):
+            self.inodes.detach(node, self.recorded(node))
+            self.inodes.drop_unused(node)
+            node = None
+        if node is None:
+            if entry is None and not self.peek(parent.index).is_file(key):
+                return None
+            node = self.inodes.file(parent.index, key, entry)
+        node.parent, node.name = parent, raw
+        return node
+
+    def is_stale(self, node: File, entry: Entry | None) -> bool:
+        """Whether a file isn't any more what its key holds: `entry`. While somebody has its lock that can't be told."""
+        if node.gone or node.writer is not None:
+            return node.gone
+        return entry is not node.entry or (entry is None and not self.peek(node.index).is_file(node.key))
+
+    async def is_empty(self, node: Directory) -> bool:
+        """Whether a directory has nothing in it."""
+        handle = DirectoryHandle(node)
+        while not handle.names and not handle.complete:
+            await self.more(handle)
+        return not handle.names
+
+    # -- listing
+
+    async def more(self, handle: DirectoryHandle) -> None:
+        """Fetch the next page of names of an open directory."""
+        node = handle.node
+        if node.index == HUB:
+            handle.names = [str(i) for i in range(self._mountpoints)]
+            handle.complete = True
+            return
+        found = await self._page(node, handle.last, PAGE)
+        handle.complete = len(found) < PAGE
+        if found:
+            handle.last = found[-1]
+        if node is self.inodes.root and not handle.names and self._mountpoints > 1:
+            handle.names.append(names.MOUNTPOINTS)
+        for component in found:
+            if name := await self._shown(handle, component):
+                handle.names.append(name)
+
+    async def _page(self, node: Directory, after: str, limit: int) -> list[str]:
+        """Components that follow `after`, those of directories with a slash behind them."""
+        base, partial = node.base, node.partial
+        start = after or partial
+        keys = await self.engine.children(node.index, base, start, limit)
+        records = itertools.islice(self.peek(node.index).children(base, start), limit)
+        merged = itertools.islice((n for n, _ in itertools.groupby(heapq.merge(keys, records))), limit)
+        return list(itertools.takewhile(lambda n: n.startswith(partial), merged))
+
+    async def _shown(self, handle: DirectoryHandle, component: str) -> str | None:
+        """The name that stands for a component in a directory; one for all that lie deeper below it."""
+        node, plain = handle.node, component.removesuffix("/")
+        clash = plain == component and await self.is_directory(node.index, node.base + plain + "/")
+        encoded = names.encode_clash(plain) if clash else names.encode(plain, self._is_top(node))
+        depth = len(names.chunks(node.partial)) if node.partial else 0
+        if depth >= len(encoded) or "".join(name[2:] for name in encoded[:depth]) != node.partial:
+            return None
+        if len(encoded) - 1 > depth:
+            if encoded[depth] in handle.chunks:
+                return None
+            handle.chunks.add(encoded[depth])
+        return encoded[depth]
+
+    def check(self) -> None:
+        """Assert the invariants of the namespaces."""
+        for namespace in self._namespaces.values():
+            namespace.check()

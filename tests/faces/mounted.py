@@ -1,0 +1,177 @@
+"""A store with a mount in a process of its own, and a pipe to do to its engine what an SDK client would.
+
+In the test's own process every file call would wait for a loop that waits for the test. Run as a script it serves:
+requests are JSON lines on stdin, each answered by one on stdout; end of stdin stops it.
+"""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Self
+
+import trio
+import xxhash
+
+from kvcsfs.config import Config, MountpointConfig
+from kvcsfs.engine.engine import Engine
+from kvcsfs.engine.session import Staged
+from kvcsfs.errors import ConfigError
+from kvcsfs.fuse.mount import Mount
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Mounted:
+    """The test's end: `put`, `get` ... act on the engine, `path` is the mount."""
+
+    def __init__(self, data: Path, path: Path, capacity: int = 64 << 20, mountpoints: int = 1) -> None:
+        self.path = path
+        self._arguments = [sys.executable, __file__, str(data), str(path), str(capacity), str(mountpoints)]
+        self.start()
+
+    def start(self) -> None:
+        """Start the process, and wait until the mount answers."""
+        self.process = subprocess.Popen(
+            self._arguments,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if line != "ready\n":
+            raise RuntimeError(f"no mount: {self.process.communicate()[1]}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """See that nothing is left, also after a test that failed."""
+        if self.process.poll() is None:
+            self.kill()
+            subprocess.run(["umount", "-l", self.path], check=True)
+
+    def call(self, name: str, **arguments: Any) -> Any:
+        """One request to the engine."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps({"call": name, **arguments}) + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())
+
+    def put(self, key: str, value: bytes, index: int = 0) -> None:
+        """Store a value as a client does."""
+        assert self.call("put", key=key, value=value.decode("latin-1"), index=index) is None
+
+    def get(self, key: str, index: int = 0) -> bytes | None:
+        """What a client reads."""
+        found = self.call("get", key=key, index=index)
+        return None if found is None else found.encode("latin-1")
+
+    def delete(self, key: str) -> None:
+        """Delete a value as a client does."""
+        self.call("delete", key=key)
+
+    def evict(self, prefix: str = "") -> None:
+        """Evict everything below a prefix."""
+        self.call("evict", prefix=prefix)
+
+    def stop(self) -> str:
+        """Stop as SIGTERM does, and return what was logged at WARNING or above."""
+        _, log = self.process.communicate(timeout=20)
+        assert self.process.returncode == 0, log
+        return log
+
+    def kill(self) -> None:
+        """End it as kill -9 does."""
+        self.process.kill()
+        self.process.communicate()
+
+
+class Server:
+    """The other end: an engine, a mount, and what requests do to them."""
+
+    def __init__(self, data: Path, path: Path, capacity: int, count: int) -> None:
+        folders = [data / str(i) for i in range(count)]
+        for folder in folders:
+            folder.mkdir(parents=True, exist_ok=True)
+        backend = "pooled" if count > 1 else "direct"
+        self.engine = Engine(Config(tuple(MountpointConfig(f, capacity) for f in folders), backend=backend))
+        self.session = self.engine.session(0)
+        self.mount = Mount(self.engine, path)
+
+    async def serve(self) -> None:
+        """Answer until stdin ends."""
+        async with self.engine.running(), trio.open_nursery() as nursery:
+            await self.engine.recovered()
+            await self.mount.start(nursery)
+            print("ready", flush=True)
+            while line := await trio.to_thread.run_sync(sys.stdin.readline):
+                request = json.loads(line)
+                print(json.dumps(await getattr(self, request.pop("call"))(**request)), flush=True)
+            await self.mount.stop()
+
+    async def put(self, key: str, value: str, index: int) -> None:
+        raw = value.encode("latin-1")
+        (staged,) = await self.engine.reserve_many(self.session, index, [key], [len(raw)])
+        assert isinstance(staged, Staged), staged
+        os.pwrite(staged.fd, raw, 0)
+        os.close(staged.fd)
+        checksum = xxhash.xxh3_128_digest(raw)
+        (failed,) = await self.engine.commit_many(self.session, [staged.token], [checksum])
+        assert failed is None, failed
+
+    async def get(self, key: str, index: int) -> str | None:
+        opened = await self.engine.open_many(self.session, index, [key])
+        (entry,) = opened.entries
+        if entry is None:
+            return None
+        value = os.pread(opened.fds[0], entry.size, 0)
+        self.engine.release(self.session, opened.lease)
+        assert xxhash.xxh3_128_digest(value) == entry.checksum
+        return value.decode("latin-1")
+
+    async def delete(self, key: str) -> None:
+        await self.engine.delete_many(0, [key])
+
+    async def evict(self, prefix: str) -> tuple[int, int]:
+        return await self.engine.evict(0, prefix, 0)
+
+    async def status(self) -> dict[str, Any]:
+        return self.engine.status()
+
+    async def check(self) -> None:
+        self.engine.check()
+        self.mount.check()
+
+    async def fail(self, method: str) -> None:
+        """The next call of an engine method raises what no handler expects."""
+        real = getattr(self.engine, method)
+
+        async def broken(*args: object, **kwargs: object) -> None:
+            setattr(self.engine, method, real)
+            raise ZeroDivisionError("injected")
+
+        setattr(self.engine, method, broken)
+
+
+def main() -> None:
+    """Serve; a failure to start is one line."""
+    data, path, capacity, count = sys.argv[1:]
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s %(message)s")
+    try:
+        trio.run(Server(Path(data), Path(path), int(capacity), int(count)).serve)
+    except* ConfigError as group:
+        found: BaseException = group
+        while isinstance(found, BaseExceptionGroup):
+            found = found.exceptions[0]
+        sys.exit(str(found))
+
+
+if __name__ == "__main__":
+    main()
