@@ -19,7 +19,6 @@ from kvcsfs.engine import engine as engine_module
 from kvcsfs.engine import recovery
 from kvcsfs.engine.engine import Engine
 from kvcsfs.engine.session import Staged
-from kvcsfs.engine.store import SlotStore
 from kvcsfs.errors import BusyError, CapacityError
 from tests.stores import checksum, config, get, keys, put, running, write
 

@@ -19,6 +19,7 @@ import pytest
 import trio
 import trio.testing
 
+from kvcsfs.engine import engine as engine_module
 from kvcsfs.engine import store
 from kvcsfs.engine.engine import Engine
 from kvcsfs.engine.entry import BLOCK, Entry
@@ -186,6 +187,54 @@ async def test_a_writer_that_changes_the_size_gets_nothing_stored(tmp_path, chan
         assert result.errno == errno.EINVAL
         assert await keys(engine) == []
         await settle(engine)
+        adds_up(engine)
+
+
+async def test_a_reservation_that_expires_under_its_writer(tmp_path, monkeypatch):
+    monkeypatch.setattr(engine_module, "EXPIRY_SECONDS", 0.01)
+    async with running(config(tmp_path)) as engine:
+        session = engine.session(0)
+        (staged,) = await engine.reserve_many(session, 0, ["k"], [VALUE], ttl_seconds=0.02)
+        assert isinstance(staged, Staged)
+        with trio.fail_after(10):
+            while engine.volumes[0].catalog.ledger.used:
+                await trio.sleep(0.005)
+        assert slot_files(tmp_path / "data0") == [], "not a free slot while somebody can write it"
+        for i in range(COUNT):
+            await put(engine, session, f"n{i}", b"n" * VALUE)
+        write(staged, b"x" * VALUE)
+        (late,) = await engine.commit_many(session, [staged.token], [checksum(b"x" * VALUE)])
+        assert isinstance(late, ReservationError)
+        assert [await get(engine, session, f"n{i}") for i in range(COUNT)] == [b"n" * VALUE] * COUNT
+        adds_up(engine)
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+@pytest.mark.parametrize("how", ["delete", "remove", "evict", "put", "replace"])
+async def test_what_left_never_comes_back_after_a_crash(tmp_path, how, pinned):
+    async with running(config(tmp_path)) as engine:
+        session = engine.session(0)
+        await put(engine, session, "gone", b"o" * VALUE)
+        opened = await engine.open_many(session, 0, ["gone"] if pinned else [])
+        if how == "delete":
+            await engine.delete_many(0, ["gone"])
+        elif how == "remove":
+            await engine.remove_prefix(0, "go")
+        elif how == "replace":
+            await put(engine, session, "gone", b"n" * VALUE)
+            await engine.delete_many(0, ["gone"])
+        else:
+            engine.release(session, opened.lease)  # a pinned entry is passed over
+            if how == "evict":
+                await engine.evict(0, "gone", 0)
+            for i in range(COUNT):
+                await put(engine, session, f"n{i}", b"n" * VALUE)
+        left = await keys(engine)
+        shutil.copytree(tmp_path / "data0", tmp_path / "crash" / "data0")
+        await engine.close_session(session)
+    async with running(config(tmp_path / "crash")) as engine:
+        assert await keys(engine) == left
+        assert "gone" not in left
         adds_up(engine)
 
 
@@ -611,6 +660,7 @@ KILLED = """
 import os, sys, trio
 from pathlib import Path
 sys.path[:0] = {path!r}
+from kvcsfs.engine import engine as engine_module
 from kvcsfs.engine import store
 from tests import stores
 
