@@ -24,7 +24,7 @@ from kvcsfs.config import Config
 from kvcsfs.engine import keys
 from kvcsfs.engine.entry import Entry
 from kvcsfs.engine.session import Lease, Session, Staged
-from kvcsfs.engine.volume import Volume, Watcher
+from kvcsfs.engine.volume import RETRY_SECONDS, Volume, Watcher
 from kvcsfs.errors import (
     ExistsError,
     InvalidKeyError,
@@ -104,7 +104,12 @@ class Engine:
                 await volume.close()
 
     async def _recover(self, volume: Volume) -> None:
-        await volume.recover()
+        while volume.recovering:
+            try:
+                await volume.recover()
+            except OSError as exc:  # the other mountpoints serve; this one misses and is busy
+                log.warning("%s: can't be read, trying again: %s", volume.config.path, exc.strerror)
+                await trio.sleep(RETRY_SECONDS)
         gc.collect()
         gc.freeze()
         log.info("%s: %d entries", volume.config.path, len(volume.catalog.index))

@@ -5,6 +5,7 @@ Descriptors to close come along, since a slot can't be proven ours while we hold
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Sequence
 
@@ -12,6 +13,8 @@ from kvcsfs.engine.catalog import FreeSlot, Plan
 from kvcsfs.engine.entry import Entry, charge
 from kvcsfs.engine.store import SlotStore, digest, failure
 from kvcsfs.errors import KvcsError
+
+log = logging.getLogger(__name__)
 
 Prepared = tuple[int, int]  # slot, write-only descriptor
 
@@ -120,14 +123,24 @@ def seal_many(
     for entry, old in zip(entries, replaced, strict=True):
         try:
             store.seal(entry)
-            if old is not None:
-                store.void(old)
             results.append(None)
         except KvcsError as exc:
             results.append(exc)
+            continue
         except OSError as exc:
             results.append(failure(exc, "committing an object"))
+            continue
+        _void_replaced(store, old)
     return results
+
+
+def _void_replaced(store: SlotStore, old: Entry | None) -> None:
+    """Void the footer of a replaced entry. What replaced it stands if that fails: its generation is higher."""
+    try:
+        if old is not None:
+            store.void(old)
+    except OSError as exc:
+        log.warning("the footer of a replaced object can't be voided: %s", exc.strerror)
 
 
 def finish_file(fd: int, size: int, checksum: bytes | None) -> bytes:
@@ -146,10 +159,9 @@ def rename(store: SlotStore, entry: Entry, target: Entry | None) -> KvcsError | 
     """Write the footer that gives a slot its new key, then void that of the entry it replaces."""
     try:
         store.write_footer(entry)
-        if target is not None:
-            store.void(target)
     except OSError as exc:
         return failure(exc, "renaming an object")
+    _void_replaced(store, target)
     return None
 
 

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 EVICT_BATCH = 64  # victims of one background trip; a put waits for no more than that
 RETRY_SECONDS = 5.0
 KNOWN_SIZES = 4096
-HELD_SLOTS = 512  # free slots that keep a descriptor
+HELD_SLOTS = 512  # free slots that keep a descriptor, as far as there are enough
 
 Watcher = Callable[[int, Collection[str]], None]
 
@@ -67,6 +67,7 @@ class Volume:
         self._sizes: dict[int, int] = {}  # one int object for all values of a size
         self._claimed: dict[str, trio.Event] = {}
         self._reclaiming: set[Entry] = set()
+        self._hold_limit = min(HELD_SLOTS, descriptor_limit // 4)
         self._keeping = 0  # bytes on the way to be free slots
         self._low = trio.Event()
         self._loose = trio.Event()
@@ -180,8 +181,7 @@ class Volume:
         if len(self._sizes) > KNOWN_SIZES:
             self._sizes.clear()
         plan = self.catalog.promise(charges)
-        await self._make_room(plan)
-        staged = await self._stage(plan, charges)
+        staged = await self._stage(plan, charges, await self._make_room(plan))
         results: list[Staged | KvcsError] = []
         for i, (charged, outcome) in enumerate(zip(charges, staged, strict=True)):
             if isinstance(outcome, tuple):
@@ -197,28 +197,41 @@ class Volume:
         results += [CapacityError("the connection's share is reserved") for _ in names[len(charges) :]]
         return results
 
-    async def _stage(self, plan: Plan, charges: Sequence[int]) -> Sequence[jobs.Prepared | KvcsError | None]:
-        """A file for each position of a plan, or what failed; None for what was refused."""
-        granted = [i for i in range(len(charges)) if i not in plan.refused]
+    async def _stage(
+        self, plan: Plan, charges: Sequence[int], missing: int
+    ) -> Sequence[jobs.Prepared | KvcsError | None]:
+        """A file for each position of a plan, or what failed; None for what was refused.
+
+        New files for the `missing` bytes are not made: what they were promised is still on disk.
+        """
+        outcomes: dict[int, jobs.Prepared | KvcsError] = {}
+        for i in plan.create:
+            if missing > 0:
+                outcomes[i] = _unremovable()
+                missing -= charges[i]
+        granted = [i for i in range(len(charges)) if i not in plan.refused and i not in outcomes]
         steps = [plan.recycle.get(i) or plan.reuse.get(i) for i in granted]
         wanted = [charges[i] for i in granted]
         if plan.create:  # a new file is no brief matter
             staged = await self._files.run(jobs.stage_many, self.store, steps, wanted)
         else:
             staged = await self._files.brief(jobs.stage_many, steps, wanted)
-        if not plan.refused:
+        if len(granted) == len(charges):
             return staged
-        outcomes = dict(zip(granted, staged, strict=True))
+        outcomes.update(zip(granted, staged, strict=True))
         return [outcomes.get(i) for i in range(len(charges))]
 
-    async def _make_room(self, plan: Plan) -> None:
-        """Do what a plan needs before its files can be had."""
+    async def _make_room(self, plan: Plan) -> int:
+        """Do what a plan needs before its files can be had; returns how many of its bytes could not be freed."""
+        stuck: list[Entry] = []
         victims = plan.victims
         self._evicted(victims)
         await self._close(self.descriptors.take(victims))
         if plan.unlink or plan.drop:
-            self._keep_stuck(await self._files.run(jobs.make_room, self.store, plan))
+            stuck = await self._files.run(jobs.make_room, self.store, plan)
+            self._keep_stuck(stuck)
         self._wake_evictor()
+        return sum(victim.charged for victim in stuck)
 
     async def _close(self, fds: Sequence[int]) -> None:
         if fds:
@@ -381,9 +394,12 @@ class Volume:
     async def _reserve_bytes(self, size: int) -> None:
         """Reserve bytes without a file."""
         plan = self.catalog.promise([size], files=False)
-        await self._make_room(plan)
+        missing = await self._make_room(plan)
         if plan.refused:
             raise self._no_room(size)
+        if missing:
+            self.catalog.unreserve(size)
+            raise _unremovable()
 
     async def finish_file(self, staged: Staged, size: int, checksum: bytes | None) -> None:
         """Cut a grown file to its size, give the rest of its reservation back, and set its checksum; closes `fd`."""
@@ -431,7 +447,7 @@ class Volume:
 
     def _holds(self, count: int) -> list[bool]:
         """Which of so many new free slots keep their descriptor."""
-        left = HELD_SLOTS - sum(s.fd >= 0 for s in self.catalog.free_slots()) - len(self._reclaiming)
+        left = self._hold_limit - sum(s.fd >= 0 for s in self.catalog.free_slots()) - len(self._reclaiming)
         return [i < left for i in range(count)]
 
     def _book(self, entries: Sequence[Entry], outcomes: Sequence[FreeSlot | OSError | None]) -> None:
@@ -474,7 +490,10 @@ class Volume:
             self._low = trio.Event()
             goal = self.catalog.ledger.capacity * self.config.high_watermark
             while batch := self._oldest(goal - self.catalog.room):
+                before = self.catalog.room
                 await self._evict(batch)
+                if self.catalog.room <= before:  # files can't be removed: going on would empty the store
+                    break
 
     def _oldest(self, missing: float) -> list[Entry]:
         """The next victims for `missing` bytes, a batch at most."""
@@ -550,12 +569,12 @@ class Volume:
     async def close(self) -> None:
         """Write the last snapshot and give the directory up. Without one the next start reads the footers."""
         await self.reclaim([e for e in self.catalog.retired if not e.pins])
+        jobs.close_all(self.descriptors.clear())  # first, so that the snapshot finds one
+        jobs.close_all(s.fd for s in self.catalog.free_slots() if s.fd >= 0)
         try:
             await self.checkpoint(clean=not self.catalog.retired)
         except OSError as exc:
             log.warning("%s: no snapshot: %s", self.config.path, exc.strerror)
-        jobs.close_all(self.descriptors.clear())
-        jobs.close_all(s.fd for s in self.catalog.free_slots() if s.fd >= 0)
         self.store.close()
 
     def status(self) -> dict[str, Any]:
@@ -582,3 +601,7 @@ class Volume:
     def check(self) -> None:
         """Assert the invariants."""
         self.catalog.check()
+
+
+def _unremovable() -> BackingError:
+    return BackingError("an evicted object can't be removed")
