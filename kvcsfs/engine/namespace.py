@@ -36,8 +36,9 @@ class Namespace:
 
     def is_directory(self, path: str) -> bool:
         """Whether `path`, which ends with a slash, was made, or something that isn't a key lies below it."""
+        beyond = "\0"  # no name in it is smaller, but it is greater than `path` itself
         return path in self._made or any(
-            next(names.irange(path, path[:-1] + "0", inclusive=(False, False)), None) is not None
+            next(children_of(names, path, beyond), None) is not None
             for names in (self._directories, self._names)
         )
 
@@ -48,6 +49,10 @@ class Namespace:
     def knows(self, key: str) -> bool:
         """Whether anything is recorded of a file."""
         return key in self._values or key in self._names
+
+    def files(self) -> list[str]:
+        """Every file of which something is recorded."""
+        return [*self._names, *self._values]
 
     def attributes(self, key: str) -> Attributes:
         """What was set on a file."""

@@ -313,7 +313,7 @@ async def test_a_lease_ends_with_its_session(tmp_path):
 async def test_a_session_that_closes_while_it_reserves_keeps_nothing(tmp_path, monkeypatch):
     async with running(config(tmp_path)) as engine:
         session = engine.session(0)
-        preparing = Gate(monkeypatch, "prepare")
+        preparing = Gate(monkeypatch, "stage_many")
 
         async def reserving() -> None:
             with pytest.raises(ReservationError, match="closed"):
