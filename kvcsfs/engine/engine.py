@@ -420,7 +420,7 @@ class Engine:
         """Entries by key: at most `limit` that start with `prefix` and follow `after`. Renews nothing."""
         return self.volume(index).catalog.index.page(prefix, after, limit)
 
-    async def children(self, index: int, directory: str, after: str, limit: int) -> list[str]:
+    async def children(self, index: int, directory: str, after: str | None, limit: int) -> list[str]:
         """Names directly in a directory ("" or ending with "/"), see `Index.children`. Renews nothing."""
         return list(itertools.islice(self.volume(index).catalog.index.children(directory, after), limit))
 

@@ -62,7 +62,7 @@ class Namespace:
         """What was set on a directory."""
         return self._made.get(path, {})
 
-    def children(self, path: str, after: str) -> Iterator[str]:
+    def children(self, path: str, after: str | None) -> Iterator[str]:
         """Yield names in a directory that follow `after`, as `Index.children` does."""
         directories = (name for name in children_of(self._directories, path, after) if name)
         merged = heapq.merge(directories, children_of(self._names, path, after))

@@ -166,10 +166,10 @@ class Tree:
             if name := await self._shown(handle, component):
                 handle.names.append(name)
 
-    async def _page(self, node: Directory, after: str, limit: int) -> list[str]:
+    async def _page(self, node: Directory, after: str | None, limit: int) -> list[str]:
         """Components that follow `after`, those of directories with a slash behind them."""
         base, partial = node.base, node.partial
-        start = after or partial
+        start = after if after is not None else partial or None
         of_keys = await self.engine.children(node.index, base, start, limit)
         of_records = itertools.islice(self.peek(node.index).children(base, start), limit)
         merged = itertools.islice((n for n, _ in itertools.groupby(heapq.merge(of_keys, of_records))), limit)

@@ -66,6 +66,7 @@ class Put:
     ) -> None:
         self._core, self._keys, self._sources = core, keys, sources
         self._deadline, self._mountpoint, self._if_exists = deadline, mountpoint, if_exists
+        self._lanes = 1
         self.statuses = check_keys(keys, core.max_key_size)
         self.sizes = [size_of(source) for source in sources]
         if self.sizes and (min(self.sizes) <= 0 or max(self.sizes) > core.max_value_size):
@@ -99,7 +100,9 @@ class Put:
     def _run_parts(self, places: Sequence[int]) -> None:
         """Run all parts in two lanes: while one moves bytes, the daemon reserves or commits for the other."""
         todo = _Todo(places)
-        second = Errand(self._core.simple, partial(self._lane, todo)) if len(places) > PART_KEYS else None
+        if len(places) > PART_KEYS or sum(self.sizes[place] for place in places) > PART_BYTES:
+            self._lanes = 2
+        second = Errand(self._core.simple, partial(self._lane, todo)) if self._lanes > 1 else None
         try:
             self._lane(todo)
         finally:
@@ -132,15 +135,14 @@ class Put:
                 self._run_or_halve(half, link)
 
     def _cut(self, places: Sequence[int], link: Link) -> int:
-        """How many keys the next part has: both lanes must fit into what one connection may reserve; at least one."""
+        """How many keys the next part has: all lanes must fit into what one connection may reserve; at least one."""
         count = min(PART_KEYS, self._core.channel.max_fds, key_limit(self._core, link))
         gate = link.gate(self._mountpoint)
-        if gate is None:
-            return count
+        limit = min(PART_BYTES, gate.limit // self._lanes) if gate is not None else PART_BYTES
         charge = 0
         for i, place in enumerate(places[:count]):
             charge += charged_bytes(self.sizes[place])
-            if charge > gate.limit // 2:
+            if charge > limit:
                 return max(1, i)
         return count
 

@@ -25,7 +25,7 @@ from kvcsfs.engine.engine import Engine
 from kvcsfs.engine.store import SlotStore
 from kvcsfs.errors import ConfigError
 from tests.rawclient import RawClient
-from tests.stores import bytes_on_disk, checksum, config, keys, path_of, running, values
+from tests.stores import Gate, bytes_on_disk, checksum, config, keys, path_of, running, values
 
 
 @asynccontextmanager
@@ -460,13 +460,7 @@ async def test_a_client_that_dies_in_mid_batch_leaves_nothing(tmp_path):
 
 @pytest.mark.usefixtures("in_threads")
 async def test_a_commit_under_way_completes_when_its_client_goes(tmp_path, monkeypatch):
-    began, go = trio.Event(), trio.Event()
-    real = jobs.seal_many
-
-    def waiting(*args):
-        trio.from_thread.run_sync(began.set)
-        trio.from_thread.run(go.wait)
-        return real(*args)
+    sealing = Gate(monkeypatch, "seal_many")
 
     def leaving(client: RawClient) -> None:
         (reply,), (fds,) = client.reserve(["k", "j"], [5000, 10])
@@ -474,14 +468,13 @@ async def test_a_commit_under_way_completes_when_its_client_goes(tmp_path, monke
             os.pwrite(fd, b"x" * 10, 0)
             os.close(fd)
         client.send(wire.Commit(9, reply.tokens, checksum(b"x") * 2))
-        trio.from_thread.run(began.wait)
+        trio.from_thread.run(sealing.reached.wait)
 
-    monkeypatch.setattr(jobs, "seal_many", waiting)
     async with serving(tmp_path) as engine:
         await with_client(tmp_path, leaving)
         assert await keys(engine) == []
         await trio.testing.wait_all_tasks_blocked()
-        go.set()
+        sealing.go.set()
         await nothing_held(engine)
         assert await keys(engine) == ["j", "k"]
 
