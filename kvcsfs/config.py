@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import grp
 import os
+import pwd
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,28 @@ class MountpointConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class Permissions:
+    """Who owns what lies below a prefix ("" for the whole mount) as long as nobody set it. -1: not given.
+
+    `mode` is that of directories; files have it without the bits to search.
+    """
+
+    prefix: str = ""
+    owner: int = -1
+    group: int = -1
+    mode: int = -1
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A second place at which the mount, or one prefix of it, is to be seen."""
+
+    path: Path
+    prefix: str = ""
+    read_only: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
 class Config:
     """The whole configuration of one daemon."""
 
@@ -58,6 +82,10 @@ class Config:
     mount: Path | None = None
     backend: str = "direct"  # or "pooled"
     metrics: str = ""  # address:port, "" for none
+    mount_read_only: bool = False
+    mount_xattrs: bool = False
+    permissions: tuple[Permissions, ...] = ()
+    places: tuple[Place, ...] = ()
 
 
 def load(file: Path | None, flags: Mapping[str, str | None]) -> Config:
@@ -68,14 +96,13 @@ def load(file: Path | None, flags: Mapping[str, str | None]) -> Config:
     """
     source = str(file) if file else "command line"
     document = _read(file) if file else {}
-    unknown = sorted(set(document) - {"store", "mountpoints"})
+    unknown = sorted(set(document) - {"store", "mountpoints", "prefixes", "mounts"})
     if unknown:
-        raise ConfigError(f"{source}: unknown key {unknown[0]!r}, expected [store] or [[mountpoints]]")
+        raise ConfigError(
+            f"{source}: unknown key {unknown[0]!r}, expected [store], [[mountpoints]], [[prefixes]] or [[mounts]]"
+        )
     store = _table(source, "store", document.get("store", {}), _STORE_KEYS)
-    raw = document.get("mountpoints", [])
-    if not isinstance(raw, list):
-        raise ConfigError(f"{source}: mountpoints: expected [[mountpoints]] tables")
-    tables = [_table(source, f"mountpoints[{i}]", t, _MOUNTPOINT_KEYS) for i, t in enumerate(raw)]
+    tables = _tables(source, "mountpoints", document, _MOUNTPOINT_KEYS)
     for name in ("mount", "socket", "metrics"):
         if flags.get(name):
             store[name] = flags[name]
@@ -93,7 +120,26 @@ def load(file: Path | None, flags: Mapping[str, str | None]) -> Config:
     for i, path in enumerate(paths):
         if path in paths[:i]:
             raise ConfigError(f"{source}: mountpoints[{i}].path: {path} is used twice")
-    return _store(f"{source}: store", store, mountpoints)
+    config = _store(f"{source}: store", store, mountpoints)
+    prefixes = _tables(source, "prefixes", document, _PREFIX_KEYS)
+    permissions = [_permissions(f"{source}: prefixes[{i}]", t) for i, t in enumerate(prefixes)]
+    mounts = _tables(source, "mounts", document, _PLACE_KEYS)
+    if mounts and config.mount is None:
+        raise ConfigError(
+            f"{source}: mounts: further places need a mount, expected store.mount (--mount DIR)"
+        )
+    return dataclasses.replace(
+        config,
+        permissions=(*config.permissions, *permissions),
+        places=tuple(_place(f"{source}: mounts[{i}]", t) for i, t in enumerate(mounts)),
+    )
+
+
+def _tables(source: str, name: str, document: dict[str, Any], known: frozenset[str]) -> list[dict[str, Any]]:
+    raw = document.get(name, [])
+    if not isinstance(raw, list):
+        raise ConfigError(f"{source}: {name}: expected [[{name}]] tables")
+    return [_table(source, f"{name}[{i}]", t, known) for i, t in enumerate(raw)]
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -105,7 +151,12 @@ def _read(file: Path) -> dict[str, Any]:
         raise ConfigError(f"{file}: not valid TOML: {exc}") from exc
 
 
-_STORE_KEYS = frozenset({"socket", "socket_group", "mount", "backend", "metrics"})
+_STORE_KEYS = frozenset(
+    {"socket", "socket_group", "mount", "backend", "metrics"}
+    | {"mount_owner", "mount_group", "mount_mode", "mount_read_only", "mount_xattrs"}
+)
+_PREFIX_KEYS = frozenset({"prefix", "owner", "group", "mode"})
+_PLACE_KEYS = frozenset({"path", "prefix", "read_only"})
 _MOUNTPOINT_KEYS = frozenset({"path", "capacity", "low_watermark", "high_watermark", "io"})
 
 
@@ -136,7 +187,62 @@ def _store(where: str, table: dict[str, Any], mountpoints: tuple[MountpointConfi
         mount=Path(os.path.abspath(_text(where, "mount", mount))) if mount is not None else None,
         backend=backend,
         metrics=metrics,
+        mount_read_only=_bool(where, "mount_read_only", table.get("mount_read_only", False)),
+        mount_xattrs=_bool(where, "mount_xattrs", table.get("mount_xattrs", False)),
+        permissions=tuple(p for p in [_owned(where, "mount_", "", table)] if p != Permissions()),
     )
+
+
+def _permissions(where: str, table: dict[str, Any]) -> Permissions:
+    return _owned(where, "", _prefix(where, table.get("prefix")), table)
+
+
+def _owned(where: str, before: str, prefix: str, table: dict[str, Any]) -> Permissions:
+    owner, group, mode = (table.get(before + name, -1) for name in ("owner", "group", "mode"))
+    return Permissions(
+        prefix,
+        owner if owner == -1 else _id(where, before + "owner", owner, lambda n: pwd.getpwnam(n).pw_uid),
+        group if group == -1 else _id(where, before + "group", group, lambda n: grp.getgrnam(n).gr_gid),
+        mode if mode == -1 else _mode(where, before + "mode", mode),
+    )
+
+
+def _place(where: str, table: dict[str, Any]) -> Place:
+    return Place(
+        path=Path(os.path.abspath(_text(where, "path", table.get("path")))),
+        prefix=_prefix(where, table["prefix"]) if "prefix" in table else "",
+        read_only=_bool(where, "read_only", table.get("read_only", False)),
+    )
+
+
+def _prefix(where: str, value: Any) -> str:
+    """The first component of keys, as it is written on the mount."""
+    prefix = _text(where, "prefix", value).removesuffix("/")
+    if "/" in prefix or prefix in ("", ".", ".."):
+        raise ConfigError(f"{where}.prefix: {value!r}: expected the first component of keys, without a slash")
+    return prefix
+
+
+def _id(where: str, key: str, value: Any, find: Callable[[str], int]) -> int:
+    """The number of a user or group that is given by name or number."""
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 32:
+        return value
+    try:
+        return find(_text(where, key, value))
+    except KeyError:
+        raise ConfigError(f"{where}.{key}: {value!r}: there is none of that name on this machine") from None
+
+
+def _mode(where: str, key: str, value: Any) -> int:
+    if not isinstance(value, str) or not re.fullmatch(r"[0-7]{3,4}", value):
+        raise ConfigError(f'{where}.{key}: {value!r}: expected the octal mode of directories, such as "0750"')
+    return int(value, 8)
+
+
+def _bool(where: str, key: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{where}.{key}: {value!r}: expected true or false")
+    return value
 
 
 def _mountpoint(where: str, table: dict[str, Any]) -> MountpointConfig:

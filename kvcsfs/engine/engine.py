@@ -451,6 +451,7 @@ class Engine:
             "version": __version__,
             "uptime_seconds": round(time.time() - self._started, 1),
             "backend": self.config.backend,
+            "mount": str(self.config.mount) if self.config.mount else None,
             "sessions": len(self._sessions),
             "leases": sum(len(s.leases) for s in self._sessions),
             "reservations": sum(len(s.staged) for s in self._sessions),

@@ -47,7 +47,12 @@ LAYERS = (
         )
         for name in ("kvcsfs.engine.engine", "kvcsfs.engine.volume", "kvcsfs.engine.files")
     ),
-    Layer("kvcsfs.fuse", ("kvcsfs.fuse", "kvcsfs.engine", "kvcsfs.errors"), ("pyfuse3", "trio", "xxhash")),
+    Layer("kvcsfs.mounts", ("kvcsfs.errors",)),
+    Layer(
+        "kvcsfs.fuse",
+        ("kvcsfs.fuse", "kvcsfs.engine", "kvcsfs.mounts", "kvcsfs.config", "kvcsfs.errors"),
+        ("pyfuse3", "trio", "xxhash"),
+    ),
     Layer(
         "kvcsfs.batch",
         ("kvcsfs.engine", "kvcsfs.wire", "kvcsfs.errors"),
@@ -61,7 +66,7 @@ LAYERS = (
     Layer("kvcsfs.control", ("kvcsfs.wire", "kvcsfs.config", "kvcsfs.errors"), ("socket",)),
     Layer(
         "kvcsfs.cli",
-        ("kvcsfs.daemon", "kvcsfs.control", "kvcsfs.config", "kvcsfs.errors", "kvcsfs.wire"),
+        ("kvcsfs.daemon", "kvcsfs.control", "kvcsfs.mounts", "kvcsfs.config", "kvcsfs.errors", "kvcsfs.wire"),
         ("msgspec", "socket"),
     ),
     Layer("kvcsfs.sdk", ("kvcsfs.sdk", "kvcsfs.wire", "kvcsfs.errors"), BASE),
