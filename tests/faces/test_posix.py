@@ -378,6 +378,21 @@ def test_rename_while_it_is_open_for_writing(store, folder):
     assert store.get(key(folder / "x", store)) == b"onetwo"
 
 
+def test_a_renamed_file_stays_what_its_open_handles_write_to(store, folder):
+    for i in range(30):
+        old, new = folder / f"old{i}", folder / f"new{i}"
+        old.write_bytes(b"value")
+        new.write_bytes(b"x" * MIB)  # whose slot takes a while to be reclaimed
+        fd = os.open(old, os.O_RDWR)
+        os.rename(old, new)
+        store.call("status")  # what watches the store has its turn
+        os.pwrite(fd, b"newer", 0)
+        assert os.fstat(fd).st_nlink == 1
+        os.close(fd)
+        assert new.read_bytes() == b"newer"
+        assert store.get(key(new, store)) == b"newer"
+
+
 def test_rename_over_files_in_every_state(store, folder):
     source, target = folder / "s", folder / "t"
     for old in (b"", b"old"):

@@ -70,8 +70,9 @@ def test_tenants_that_may_not_read_each_other(tmp_path):
         assert who(store.path / "a" / "x" / "v") == (ALICE, TEAM, 0o600)
         assert who(store.path / "b" / "v") == (BOB, TEAM, 0o660)
 
-        def read(key: str) -> Callable[[], Any]:
-            return (store.path / key).read_bytes
+        def read(key: str) -> Any:
+            path = store.path / key
+            return path.read_bytes
 
         assert as_user(ALICE, ALICE, read("a/x/v")) == b"value"
         assert as_user(BOB, BOB, read("a/x/v")) == "EACCES"
