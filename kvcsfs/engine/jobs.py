@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from kvcsfs.engine.catalog import FreeSlot, Plan
 from kvcsfs.engine.entry import Entry, charge
+from kvcsfs.engine.faults import point
 from kvcsfs.engine.store import SlotStore, digest, failure
 from kvcsfs.errors import KvcsError
 
@@ -30,10 +31,16 @@ def prepare(
     Returns by position a staged file, a failure, or None for what was refused; and the victims whose files could
     not be removed.
     """
+    point("reserve.promised")
     close_all(closing)
-    stuck = [victim for victim in plan.unlink if not _unlinked(store, victim.slot)]
+    stuck: list[Entry] = []
+    for victim in plan.unlink:
+        if not _unlinked(store, victim.slot):
+            stuck.append(victim)
+        point("reserve.unlinked")
     for free in plan.drop:
         drop(store, free)
+        point("reserve.dropped")
     done: list[Prepared | KvcsError | None] = [None] * len(charges)
     for i, victim in plan.recycle.items():
         done[i] = _recycle(store, victim, charges[i], stuck)
@@ -112,9 +119,12 @@ def seal_many(
     results: list[KvcsError | None] = []
     for entry, old in zip(entries, replaced, strict=True):
         try:
+            point("commit.begun")
             store.seal(entry)
+            point("commit.sealed")
             if old is not None:
                 store.void(old)
+                point("commit.voided")
             results.append(None)
         except KvcsError as exc:
             results.append(exc)
@@ -127,7 +137,9 @@ def finish_file(fd: int, size: int, checksum: bytes | None) -> bytes:
     """Give a grown file its final size with padding of zeros, close it, and return the checksum of the value."""
     try:
         os.ftruncate(fd, size)
+        point("file.cut")
         os.ftruncate(fd, charge(size))
+        point("file.padded")
         return checksum if checksum is not None else digest(fd, size)
     except OSError as exc:
         raise failure(exc, "finishing an object file") from exc
@@ -138,9 +150,12 @@ def finish_file(fd: int, size: int, checksum: bytes | None) -> bytes:
 def rename(store: SlotStore, entry: Entry, target: Entry | None) -> KvcsError | None:
     """Write the footer that gives a slot its new key, then void that of the entry it replaces."""
     try:
+        point("rename.begun")
         store.write_footer(entry)
+        point("rename.written")
         if target is not None:
             store.void(target)
+            point("rename.voided")
     except OSError as exc:
         return failure(exc, "renaming an object")
     return None
@@ -151,7 +166,9 @@ def void_many(store: SlotStore, entries: Sequence[Entry]) -> list[OSError | None
     results: list[OSError | None] = []
     for entry in entries:
         try:
+            point("remove.begun")
             store.void(entry)
+            point("remove.voided")
             results.append(None)
         except OSError as exc:
             results.append(exc)
@@ -170,9 +187,11 @@ def reclaim(
     for entry, kept in zip(entries, keep, strict=True):
         try:
             size = charge(entry.size)
+            point("remove.begun")
             fd = store.recycle(entry.slot, size) if kept else None
             if not kept:
                 store.unlink(entry.slot)
+                point("remove.unlinked")
             if fd is None:
                 results.append(None)
                 continue

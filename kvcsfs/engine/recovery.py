@@ -19,6 +19,7 @@ import xxhash
 
 from kvcsfs.engine.catalog import FreeSlot
 from kvcsfs.engine.entry import UNPROVEN, Entry, flags_of
+from kvcsfs.engine.faults import point
 from kvcsfs.engine.store import SlotStore, boot_id, sync_directory
 
 log = logging.getLogger(__name__)
@@ -68,6 +69,7 @@ class SnapshotWriter:
         self._store = store
         self._temporary = store.path / "snapshot.new"
         self._file = open(self._temporary, "wb", opener=_private)  # noqa: SIM115 closed by finish
+        point("snapshot.begun")
 
     def add(self, block: Sequence[Row]) -> None:
         """Append rows."""
@@ -80,8 +82,11 @@ class SnapshotWriter:
         self._write(msgspec.msgpack.encode(tail))
         with self._file as file:
             file.flush()
+            point("snapshot.written")
             os.fsync(file.fileno())
+        point("snapshot.synced")
         os.replace(self._temporary, self._store.path / "snapshot")
+        point("snapshot.renamed")
         sync_directory(self._store.path)
 
     def abandon(self) -> None:
@@ -141,6 +146,7 @@ def recover(store: SlotStore) -> Found:
     else:
         known = {(row[1], row[4]): row for row in snapshot[0]} if snapshot else {}
         found = Found(_scan(store, known), [], extras, clean=False)
+    point("recovery.read")
     # Of entries used in one batch the later ones were refreshed first: they were put later, and are needed less.
     found.entries.sort(key=lambda e: (e.used, -e.generation))
     return found
@@ -185,5 +191,6 @@ def _unlink(store: SlotStore, slot: int) -> None:
     """Remove a file of no value; one that can't be removed must not stop the start."""
     try:
         store.unlink(slot)
+        point("recovery.unlinked")
     except OSError as exc:
         log.warning("%s: slot %x can't be removed: %s", store.path, slot, exc.strerror)

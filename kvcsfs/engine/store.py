@@ -24,6 +24,7 @@ import xxhash
 
 from kvcsfs.engine import footer
 from kvcsfs.engine.entry import BLOCK, Entry, charge
+from kvcsfs.engine.faults import point
 from kvcsfs.errors import BackingError, BusyError, CapacityError, ConfigError, InvalidValueError, KvcsError
 
 log = logging.getLogger(__name__)
@@ -123,11 +124,13 @@ class SlotStore:
         boot = (folder / str(previous)).read_text(errors="replace").strip() if known else ""
         fd = os.open(folder / str(previous + 1), os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FLAGS, 0o600)
         try:
+            point("epoch.made")
             os.write(fd, boot_id().encode())
             os.fsync(fd)
         finally:
             os.close(fd)
         sync_directory(folder)
+        point("epoch.synced")
         for old in known:
             os.unlink(folder / str(old))
         return previous, boot, previous + 1
@@ -173,12 +176,14 @@ class SlotStore:
 
     def _create(self, slot: int, size: int, flags: int) -> int:
         fd = os.open(self._path(slot), flags | os.O_CREAT | os.O_EXCL | _FLAGS, 0o600, dir_fd=self._slots)
+        point("slot.made")
         try:
             os.ftruncate(fd, size)
         except OSError:
             os.close(fd)
             self.unlink(slot)
             raise
+        point("slot.sized")
         return fd
 
     def unlink(self, slot: int) -> None:
@@ -210,7 +215,9 @@ class SlotStore:
             return None
         try:
             if os.fstat(fd).st_size == size and is_sole(fd, without_leases=False):
+                point("slot.taken")
                 write_all(fd, footer.VOID, size - BLOCK)
+                point("slot.voided")
                 if self._client_flags:
                     fcntl.fcntl(fd, fcntl.F_SETFL, self._client_flags)
                 return fd

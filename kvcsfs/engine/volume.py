@@ -19,6 +19,7 @@ from kvcsfs.engine import jobs, recovery
 from kvcsfs.engine.catalog import FREE_SLOTS_SHARE, Catalog
 from kvcsfs.engine.descriptors import Descriptors
 from kvcsfs.engine.entry import BLOCK, TEMPORARY, UNPROVEN, Entry, charge, flags_of
+from kvcsfs.engine.faults import point
 from kvcsfs.engine.session import Session, Staged
 from kvcsfs.engine.store import SlotStore, now
 from kvcsfs.errors import BackingError, BusyError, CapacityError, ExistsError, KvcsError, NotFoundError
@@ -269,6 +270,7 @@ class Volume:
                 continue
             self.catalog.insert(entry)
             committed.append(entry)
+        point("commit.indexed")
         self.catalog.refresh(committed, created)
         self.counters["puts"] += len(committed)
         self._watch(self.index, [e.key for e in committed])
