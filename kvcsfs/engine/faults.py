@@ -52,7 +52,9 @@ def _off(_name: str) -> None:
 def _armed(wanted: str) -> Callable[[str], None]:
     name, _, count = wanted.partition(":")
     if name not in POINTS or not count.isdecimal() or not int(count):
-        raise ConfigError(f"KVCSFS_FAULT: {wanted!r}: expected POINT:N, a point of docs/recovery.md and a count")
+        raise ConfigError(
+            f"KVCSFS_FAULT: {wanted!r}: expected POINT:N, a point of docs/recovery.md and a count"
+        )
     passes = itertools.count(1)
 
     def point(passed: str) -> None:

@@ -115,21 +115,64 @@ def open_many(store: SlotStore, entries: Sequence[Entry]) -> list[int | OSError]
 def seal_many(
     store: SlotStore, entries: Sequence[Entry], replaced: Sequence[Entry | None]
 ) -> list[KvcsError | None]:
-    """Write each footer, then void that of the entry it replaces. None, or why an object isn't committed."""
-    results: list[KvcsError | None] = []
-    for entry, old in zip(entries, replaced, strict=True):
+    """Write the footers, then void those of the entries they replace. None, or why an object isn't committed.
+
+    A durable store syncs between the two, as a power loss must leave the old value or the new one, and after them, as
+    the old value must not come back once the new one is removed.
+    """
+    results = [_seal(store, entry) for entry in entries]
+    if store.durable:
+        _sync(store, entries, results)
+    olds: list[Entry] = []
+    for i, old in enumerate(replaced):
+        if old is None or results[i] is not None:
+            continue
         try:
-            point("commit.begun")
-            store.seal(entry)
-            point("commit.sealed")
-            if old is not None:
-                store.void(old)
-                point("commit.voided")
-            results.append(None)
-        except KvcsError as exc:
-            results.append(exc)
+            store.void(old)
+            point("commit.voided")
+            olds.append(old)
         except OSError as exc:
-            results.append(failure(exc, "committing an object"))
+            results[i] = failure(exc, "committing an object")
+    if store.durable:
+        sync_many(store, olds)
+    return results
+
+
+def _seal(store: SlotStore, entry: Entry) -> KvcsError | None:
+    try:
+        point("commit.begun")
+        store.seal(entry)
+        point("commit.sealed")
+    except KvcsError as exc:
+        return exc
+    except OSError as exc:
+        return failure(exc, "committing an object")
+    return None
+
+
+def _sync(store: SlotStore, entries: Sequence[Entry], results: list[KvcsError | None]) -> None:
+    """Make sealed objects durable, and fail those that can't be."""
+    sealed = [i for i, failed in enumerate(results) if failed is None]
+    for i, failed in zip(sealed, sync_many(store, [entries[i] for i in sealed]), strict=True):
+        results[i] = failure(failed, "making an object durable") if failed else None
+    point("commit.synced")
+
+
+def sync_many(store: SlotStore, entries: Sequence[Entry]) -> list[OSError | None]:
+    """Make objects and their names durable."""
+    results: list[OSError | None] = []
+    for entry in entries:
+        try:
+            store.sync(entry.slot)
+            results.append(None)
+        except FileNotFoundError:
+            results.append(None)  # removed meanwhile: there is nothing to lose
+        except OSError as exc:
+            results.append(exc)
+    try:
+        store.sync_names(entry.slot for entry in entries)
+    except OSError as exc:
+        return [exc] * len(entries)
     return results
 
 
@@ -153,22 +196,30 @@ def rename(store: SlotStore, entry: Entry, target: Entry | None) -> KvcsError | 
         point("rename.begun")
         store.write_footer(entry)
         point("rename.written")
+        if store.durable:
+            store.sync(entry.slot)
         if target is not None:
             store.void(target)
             point("rename.voided")
+            if store.durable:
+                store.sync(target.slot)
     except OSError as exc:
         return failure(exc, "renaming an object")
     return None
 
 
 def void_many(store: SlotStore, entries: Sequence[Entry]) -> list[OSError | None]:
-    """Void footers."""
+    """Void footers, and make that durable in a durable store."""
     results: list[OSError | None] = []
     for entry in entries:
         try:
             point("remove.begun")
             store.void(entry)
             point("remove.voided")
+            if store.durable:
+                store.sync(entry.slot)
+            results.append(None)
+        except FileNotFoundError:
             results.append(None)
         except OSError as exc:
             results.append(exc)

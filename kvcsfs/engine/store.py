@@ -17,7 +17,7 @@ import secrets
 import signal
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import xxhash
@@ -50,19 +50,23 @@ class SlotStore:
     """The slots of one backing directory, locked to this process.
 
     With `direct` the descriptors for clients bypass the page cache; `align` is what they then need, in bytes, of
-    addresses, offsets and sizes (0: nothing). Footers always go through the cache.
+    addresses, offsets and sizes (0: nothing). Footers always go through the cache. With `durable` the jobs make
+    what they acknowledge survive a power loss.
 
     Raises ConfigError when the directory can't be a store: not writable, a newer format, held by another daemon.
     """
 
-    def __init__(self, path: Path, direct: bool = False) -> None:
+    def __init__(self, path: Path, direct: bool = False, durable: bool = False) -> None:
         # A lease that another process breaks in the moment we hold it would kill the daemon with SIGIO.
         signal.signal(signal.SIGIO, signal.SIG_IGN)
         self.path = path
+        self.durable = durable
         self._lock = self._claim()
         try:
             for i in range(FOLDERS):
                 os.makedirs(path / "slots" / f"{i:02x}", mode=0o700, exist_ok=True)
+            sync_directory(path / "slots")
+            sync_directory(path)
             self._slots = os.open(path / "slots", os.O_RDONLY | os.O_DIRECTORY | _FLAGS)
             self.previous_epoch, self.previous_boot, self.epoch = self._begin_epoch()
             self.align = direct_alignment(path / "VERSION") if direct else 0
@@ -255,6 +259,19 @@ class SlotStore:
             write_all(fd, footer.of(entry), charge(entry.size) - BLOCK)
         finally:
             os.close(fd)
+
+    def sync(self, slot: int) -> None:
+        """Make a slot durable: data and footer."""
+        fd = self._open(slot, os.O_WRONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def sync_names(self, slots: Iterable[int]) -> None:
+        """Make the names of slots durable."""
+        for folder in {slot % FOLDERS for slot in slots}:
+            sync_directory(self.path / "slots" / f"{folder:02x}")
 
     def verify(self, entry: Entry) -> bool:
         """Read a whole value and compare its checksum."""

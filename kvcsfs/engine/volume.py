@@ -46,7 +46,7 @@ class Volume:
     def __init__(self, index: int, config: MountpointConfig, descriptor_limit: int, watch: Watcher) -> None:
         self.index = index
         self.config = config
-        self.store = SlotStore(config.path, config.io == "direct")
+        self.store = SlotStore(config.path, config.io == "direct", config.durability == "fsync")
         self.catalog = Catalog(config.capacity)
         self.descriptors = Descriptors(descriptor_limit)
         self.recovering = True
@@ -284,31 +284,42 @@ class Volume:
         await self.reclaim(entries)
 
     async def delete(self, names: Sequence[str], temporaries: bool) -> list[KvcsError | None]:
-        """Remove keys. Their footers are void when this returns, so that nothing comes back after a crash."""
+        """Remove keys. Their footers are void when this returns, so that nothing comes back after a crash.
+
+        BackingError in the place of a key whose object could not be removed: it is gone until the next start.
+        """
         self._check_ready()
         results: list[KvcsError | None] = [None] * len(names)
         async with self._claim(set(names)):
-            entries: list[Entry] = []
+            entries: dict[Entry, int] = {}
             for i, name in enumerate(names):
                 entry = self.catalog.index.get(name)
                 if entry is None or (entry.flags & TEMPORARY and not temporaries):
                     results[i] = NotFoundError(f"{name!r} has no value")
                 else:
                     self.catalog.remove(entry)
-                    entries.append(entry)
+                    entries[entry] = i
             self.counters["deletes"] += len(entries)
-            await self._discard(entries)
+            for entry, exc in (await self._discard(entries, self.store.durable)).items():
+                results[entries[entry]] = BackingError(f"removing an object: {exc.strerror}")
         self._watch(self.index, [e.key for e in entries])
         return results
 
-    async def _discard(self, entries: Sequence[Entry]) -> None:
-        """Void and reclaim entries that just left the index; of those still held the footer is voided now."""
-        held = [e for e in entries if e.pins]
+    async def _discard(self, entries: Collection[Entry], in_place: bool = False) -> dict[Entry, OSError]:
+        """Void and reclaim entries that just left the index; returns those that would come back after a crash.
+
+        What is still held is voided now and reclaimed later, as is everything with `in_place`.
+        """
+        held = [e for e in entries if e.pins or in_place]
+        failed: dict[Entry, OSError] = {}
         if held:
             self.catalog.pin(held)
-            await self._files(jobs.void_many, self.store, held)
+            outcomes = await self._files(jobs.void_many, self.store, held)
+            failed = {e: exc for e, exc in zip(held, outcomes, strict=True) if exc}
+            self.counters["io_errors"] += len(failed)
             self.catalog.unpin(held)
-        await self.reclaim([e for e in entries if not e.pins])
+        stuck = await self.reclaim([e for e in entries if not e.pins])
+        return {e: exc for e, exc in {**failed, **stuck}.items() if e in self.catalog.retired}
 
     async def rename(self, old: str, new: str) -> None:
         """Give the value of `old` the key `new`, replacing what that held. Raises NotFoundError."""
@@ -399,11 +410,14 @@ class Volume:
             self.counters["evicted_bytes"] += sum(v.charged for v in victims)
             self._watch(self.index, [v.key for v in victims])
 
-    async def reclaim(self, entries: Sequence[Entry]) -> None:
-        """Make free slots of retired entries that nobody holds, as many as may be kept; unlink the others."""
+    async def reclaim(self, entries: Sequence[Entry]) -> dict[Entry, OSError]:
+        """Make free slots of retired entries that nobody holds, as many as may be kept; unlink the others.
+
+        Returns those that could not be removed; they stay retired and are tried again.
+        """
         entries = [e for e in entries if e not in self._reclaiming and e in self.catalog.retired]
         if not entries:
-            return
+            return {}
         hold = HELD_SLOTS - sum(s.fd >= 0 for s in self.catalog.free_slots()) - len(self._reclaiming)
         self._reclaiming.update(entries)
         limit = self.catalog.ledger.capacity // FREE_SLOTS_SHARE
@@ -421,11 +435,14 @@ class Volume:
         finally:
             self._reclaiming.difference_update(entries)
             self._keeping -= total - before
+        stuck: dict[Entry, OSError] = {}
         for entry, outcome in zip(entries, results, strict=True):
             if isinstance(outcome, OSError):
-                self.counters["io_errors"] += 1
+                stuck[entry] = outcome
             else:
                 self.catalog.reclaimed(entry, outcome)
+        self.counters["io_errors"] += len(stuck)
+        return stuck
 
     async def evict(self, prefix: str, target: int) -> tuple[int, int]:
         """Evict entries below `prefix`, least recently used first, until `target` bytes went; 0 for all."""

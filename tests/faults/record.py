@@ -1,8 +1,8 @@
 """What a workload says it did, and what must therefore be in the store after a crash.
 
-Lines of JSON, each written by one write(2), so that they survive the process: `begin` names the keys that an
-operation may change and the version each may get (None: no value), `gone` keys that left the index meanwhile, `end` how
-the keys stand once it was acknowledged. `ordering` is the order of use when a checkpoint begins, `order` when it is done.
+Lines of JSON, each written by one write(2), so that they survive the process. `begin` names the keys that an operation
+may change and the version each may get (None: no value), `gone` keys that left the index meanwhile, `end` how the keys
+stand once it was acknowledged. `ordering` is the order of use when a checkpoint begins, `order` when it is done.
 """
 
 from __future__ import annotations

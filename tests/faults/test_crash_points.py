@@ -25,12 +25,14 @@ TURNS = int(os.environ.get("KVCSFS_TURNS", "1"))  # kills at each point, at diff
 RARE = ("epoch.made", "epoch.synced", "recovery.read")  # passed once a life
 
 
-def live(directory: Path, seed: int, operations: int, fault: str = "") -> subprocess.CompletedProcess[bytes]:
+def live(
+    directory: Path, seed: int, operations: int, fault: str = "", durability: str = "none"
+) -> subprocess.CompletedProcess[bytes]:
     """One life of the workload on the store of a directory."""
     script = [sys.executable, "-m", "tests.faults.workload", directory / "data", directory / "log"]
     return subprocess.run(
         [*script, str(seed), str(operations)],
-        env={**os.environ, "KVCSFS_FAULT": fault, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "KVCSFS_FAULT": fault, "WORKLOAD_DURABILITY": durability, "PYTHONPATH": str(ROOT)},
         cwd=ROOT,
         capture_output=True,
         timeout=60,
@@ -80,7 +82,8 @@ async def test_killed_at(point, turn, crashed, tmp_path):
     shutil.copytree(crashed, directory)
     seed = POINTS.index(point) * 1000 + turn
     number = 1 if point in RARE else random.Random(seed).randint(1, 4)
-    done = live(directory, seed, 150, f"{point}:{number}")
+    durability = "fsync" if point == "commit.synced" or turn % 2 else "none"
+    done = live(directory, seed, 150, f"{point}:{number}", durability)
     assert done.returncode == -signal.SIGKILL, f"never passed: {done.stderr.decode()}"
     await examine(directory)
 

@@ -113,7 +113,7 @@ class Workload:
         self.end({name: version})
 
     async def get(self) -> None:
-        """Hold three values for a while. Recovery orders those of one batch as they were put, so they are asked for so."""
+        """Hold values for a while. Recovery orders those of one batch as they were put: they are asked for so."""
         found = await self.engine.query_many(0, self.rng.sample(NAMES, 3))
         held = sorted((e for e in found if e is not None), key=lambda e: e.generation)
         opened = await self.engine.open_many(self.session, 0, [e.key for e in held])
@@ -152,7 +152,8 @@ class Workload:
 
 
 async def main(data: Path, log: Path, seed: int, operations: int) -> None:
-    engine = Engine(Config((MountpointConfig(data, CAPACITY, 0.0, 0.0),)))
+    durability = os.environ.get("WORKLOAD_DURABILITY", "none")
+    engine = Engine(Config((MountpointConfig(data, CAPACITY, 0.0, 0.0, durability=durability),)))
     async with engine.running():
         await engine.recovered()
         workload = Workload(engine, Log(log), Record(log), random.Random(seed))
