@@ -26,13 +26,14 @@ RARE = ("epoch.made", "epoch.synced", "recovery.read")  # passed once a life
 
 
 def live(
-    directory: Path, seed: int, operations: int, fault: str = "", durability: str = "none"
+    directory: Path, seed: int, operations: int, fault: str = "", durability: str = "none", kill: str = ""
 ) -> subprocess.CompletedProcess[bytes]:
     """One life of the workload on the store of a directory."""
     script = [sys.executable, "-m", "tests.faults.workload", directory / "data", directory / "log"]
+    faults = {"KVCSFS_FAULT": fault, "WORKLOAD_DURABILITY": durability, "WORKLOAD_KILL": kill}
     return subprocess.run(
         [*script, str(seed), str(operations)],
-        env={**os.environ, "KVCSFS_FAULT": fault, "WORKLOAD_DURABILITY": durability, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, **faults, "PYTHONPATH": str(ROOT)},
         cwd=ROOT,
         capture_output=True,
         timeout=60,
@@ -73,6 +74,16 @@ def crashed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def test_the_store_that_the_others_begin_with(crashed, tmp_path):
     shutil.copytree(crashed, tmp_path / "copy")
     await examine(tmp_path / "copy")
+
+
+@pytest.mark.parametrize("number", range(1, 1 + 5 * TURNS))
+@pytest.mark.parametrize("what", ["acknowledged", "written"])
+async def test_killed_when_an_operation_is(what, number, crashed, tmp_path):
+    directory = tmp_path / "copy"
+    shutil.copytree(crashed, directory)
+    done = live(directory, number, 150, kill=f"{what}:{number * 11 // TURNS}")
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    await examine(directory)
 
 
 @pytest.mark.parametrize("turn", range(TURNS))

@@ -1,13 +1,16 @@
 """Run as a script: an engine, and a seeded mix of everything that changes a store, one operation after another.
 
-Arguments: data directory, log, seed, operations. It stops cleanly at the end, if nothing kills it before.
+Arguments: data directory, log, seed, operations. It stops cleanly at the end, if nothing kills it before. WORKLOAD_KILL
+is `acknowledged:n` or `written:n`: after the n-th operation, or when the n-th put has written half of its data.
 """
 
 from __future__ import annotations
 
 import os
 import random
+import signal
 import sys
+from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
 
@@ -32,6 +35,7 @@ class Workload:
         self.version = record.version
         self.versions: dict[str, int | None] = {}
         self.gone: set[str] = set()
+        self.passes: Counter[str] = Counter()
         self.session: Session = engine.session(0, quota_share=0)
         self.leases: list[Opened] = []
         engine.watchers.append(self.watch)
@@ -45,10 +49,11 @@ class Workload:
 
     async def run(self, operations: int) -> None:
         await self.settle()
-        kinds = [self.put] * 6 + [self.file] * 2 + [self.get] * 4 + [self.delete, self.rename, self.rename]
+        kinds = [self.put] * 6 + [self.file] * 2 + [self.get] * 4 + [self.delete] * 3 + [self.rename] * 2
         kinds += [self.evict, self.checkpoint]
         for number in range(operations):
             await self.rng.choice(kinds)()
+            self.passed("acknowledged")
             if number == operations // 2:
                 await self.checkpoint()
         for opened in self.leases:
@@ -63,6 +68,12 @@ class Workload:
         versions = [version_of(v[:size]) for v, size in zip(values, sizes, strict=True)]
         self.engine.release(self.session, found.lease)
         self.end({**dict.fromkeys(NAMES), **dict(zip(hits, versions, strict=True))})
+
+    def passed(self, what: str) -> None:
+        """Die here if so told."""
+        self.passes[what] += 1
+        if os.environ.get("WORKLOAD_KILL") == f"{what}:{self.passes[what]}":
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def begin(self, changes: dict[str, int | None]) -> None:
         self.gone.clear()
@@ -90,6 +101,8 @@ class Workload:
         done: list[str] = []
         for name, outcome in zip(names, staged, strict=True):
             if not isinstance(outcome, KvcsError):
+                os.pwrite(outcome.fd, values[name][: len(values[name]) // 2], 0)
+                self.passed("written")
                 write(outcome, values[name])
                 done.append(name)
         kept = [s for s in staged if not isinstance(s, KvcsError)]
