@@ -43,9 +43,10 @@ class Control:
     def __exit__(self, *exc: object) -> None:
         self._socket.close()
 
-    def ask(self, request: wire.Message, kind: type[R]) -> R:
-        """Send a request and return its reply, which must be of `kind`."""
+    def ask(self, request: wire.Message, kind: type[R], seconds: float = TIMEOUT_SECONDS) -> R:
+        """Send a request and return its reply, which must be of `kind` and come within `seconds`."""
         try:
+            self._socket.settimeout(seconds)
             self._socket.sendall(wire.encode(request))
             while True:
                 data = self._socket.recv(1 << 20)
@@ -61,8 +62,6 @@ class Control:
         except KvcsError:  # some of ours are OSErrors too
             raise
         except TimeoutError as exc:
-            raise KvcsTimeoutError(
-                f"the daemon at {self._path} did not answer in {TIMEOUT_SECONDS:.0f} s"
-            ) from exc
+            raise KvcsTimeoutError(f"the daemon at {self._path} did not answer in {seconds:.0f} s") from exc
         except OSError as exc:
             raise KvcsUnavailableError(f"the daemon at {self._path} went: {exc.strerror or exc}") from exc

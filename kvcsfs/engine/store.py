@@ -11,13 +11,12 @@ import ctypes
 import errno
 import fcntl
 import itertools
-import logging
 import os
 import secrets
 import signal
 import struct
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import xxhash
@@ -25,12 +24,10 @@ import xxhash
 from kvcsfs.engine import footer
 from kvcsfs.engine.entry import BLOCK, Entry, charge
 from kvcsfs.engine.faults import point
+from kvcsfs.engine.scan import FOLDERS, name_of
 from kvcsfs.errors import BackingError, BusyError, CapacityError, ConfigError, InvalidValueError, KvcsError
 
-log = logging.getLogger(__name__)
-
 VERSION = 1
-FOLDERS = 256
 READ_CHUNK = 1 << 20
 ALLOCATION_SLACK = 1 << 20  # extent blocks that a file system counts to a file, never ours to limit
 _MEMORY = frozenset({"tmpfs", "ramfs"})
@@ -150,6 +147,11 @@ class SlotStore:
                     return right.split()[0]
         return ""
 
+    def resume_after(self, generation: int) -> None:
+        """Give no number up to `generation`: the directory `epoch` may be older than the slots, or have been lost."""
+        if generation >> 40 >= self.epoch:
+            self._numbers = itertools.count(generation + 1)
+
     def number(self) -> int:
         """A number that was never given before, in this life or an earlier one: slot ids and generations."""
         return next(self._numbers)
@@ -157,7 +159,7 @@ class SlotStore:
     # -- one object
 
     def _path(self, slot: int) -> str:
-        return f"{slot % FOLDERS:02x}/{slot:x}"
+        return f"{slot % FOLDERS:02x}/{name_of(slot)}"
 
     def open_read(self, slot: int) -> int:
         """A read-only descriptor of a slot for a client."""
@@ -278,37 +280,6 @@ class SlotStore:
         fd = self._open(entry.slot, os.O_RDONLY)
         try:
             return digest(fd, entry.size) == entry.checksum
-        finally:
-            os.close(fd)
-
-    # -- all objects
-
-    def scan(self) -> Iterator[tuple[int, footer.Footer | None]]:
-        """Yield (slot, footer) of every slot file; the footer is None where it isn't valid.
-
-        Names that aren't ours are left alone; so is a file with the footer of a newer format, or one that can't be
-        read, which is logged.
-        """
-        for i in range(FOLDERS):
-            with os.scandir(self.path / "slots" / f"{i:02x}") as folder:
-                names = [e.name for e in folder if e.is_file(follow_symlinks=False)]
-            for name in names:
-                try:
-                    slot = int(name, 16)
-                    if slot >= 0 and self._path(slot) == f"{i:02x}/{name}":
-                        yield slot, self._read_footer(slot)
-                except (footer.NewerFormat, OSError) as exc:
-                    reason = exc.strerror if isinstance(exc, OSError) else exc
-                    log.warning("%s/slots/%02x/%s: left alone: %s", self.path, i, name, reason)
-                except ValueError:
-                    continue
-
-    def _read_footer(self, slot: int) -> footer.Footer | None:
-        fd = self._open(slot, os.O_RDONLY)
-        try:
-            size = os.fstat(fd).st_size
-            found = footer.parse(os.pread(fd, BLOCK, size - BLOCK)) if size >= 2 * BLOCK else None
-            return found if found and charge(found.size) == size else None
         finally:
             os.close(fd)
 

@@ -20,6 +20,7 @@ from kvcsfs.engine.catalog import FREE_SLOTS_SHARE, Catalog
 from kvcsfs.engine.descriptors import Descriptors
 from kvcsfs.engine.entry import BLOCK, TEMPORARY, UNPROVEN, Entry, charge, flags_of
 from kvcsfs.engine.faults import point
+from kvcsfs.engine.scrub import Scrub
 from kvcsfs.engine.session import Session, Staged
 from kvcsfs.engine.store import SlotStore, now
 from kvcsfs.errors import BackingError, BusyError, CapacityError, ExistsError, KvcsError, NotFoundError
@@ -50,6 +51,7 @@ class Volume:
         self.catalog = Catalog(config.capacity)
         self.descriptors = Descriptors(descriptor_limit)
         self.recovering = True
+        self.recovery = recovery.Watch()
         self.settling: dict[str, trio.Event] = {}  # keys whose writers on the mount have all flushed
         self.extras: dict[str, Any] = {}  # what faces keep in the snapshot
         self.counters = dict.fromkeys(
@@ -65,6 +67,7 @@ class Volume:
             ),
             0,
         )
+        self.scrub = Scrub(config.scrub_rate, self.verify_entries)
         self._watch = watch
         self._sizes: dict[int, int] = {}  # one int object for all values of a size
         self._limiter = trio.CapacityLimiter(THREADS)
@@ -117,12 +120,15 @@ class Volume:
         return [None if (e := get(name)) is None or e.flags & TEMPORARY else e for name in names]
 
     async def open(
-        self, session: Session, names: Sequence[str], temporaries: bool
+        self, session: Session, names: Sequence[str], temporaries: bool, verify: bool
     ) -> tuple[list[Entry | None], dict[int, KvcsError]]:
         """Pin what is found, and see that each has a descriptor in the session's table; None is a miss.
 
-        The second result has the positions whose object file can't be opened; nothing is pinned for those.
+        The second result has the positions whose object file can't be opened; nothing is pinned for those. With
+        `verify` what is unproven is read first, for a caller that serves the bytes as they are.
         """
+        if verify and (doubtful := [e for e in self.lookup(names, temporaries) if e and not e.proven]):
+            await self.verify_entries(list(dict.fromkeys(doubtful)))
         found = self.lookup(names, temporaries)
         hits = [e for e in found if e is not None]
         self.catalog.pin(hits)
@@ -502,37 +508,71 @@ class Volume:
     async def verify(self, names: Sequence[str]) -> list[int]:
         """Read values and drop the wrong ones. Returns sizes; 0 for what is absent or was dropped."""
         entries = [self.catalog.index.get(name) for name in names]
-        held = [e for e in entries if e is not None]
-        self.catalog.pin(held)
-        outcomes = dict(zip(held, await self._files(jobs.verify_many, self.store, held), strict=True))
+        await self.verify_entries([e for e in entries if e is not None])
+        return [e.size if e is not None and e.live else 0 for e in entries]
+
+    async def verify_entries(self, entries: Sequence[Entry], unreadable_too: bool = False) -> list[Entry]:
+        """Read the values of entries in the index, drop the wrong ones and return them.
+
+        What can't be read is dropped with `unreadable_too` alone: it may be right, and the trouble may end.
+        """
+        self.catalog.pin(entries)
+        outcomes = dict(zip(entries, await self._files(jobs.verify_many, self.store, entries), strict=True))
         wrong = [e for e in outcomes if outcomes[e] is False and e.live]
-        for entry in held:
+        unreadable = [e for e in outcomes if isinstance(outcomes[e], OSError) and e.live]
+        for entry in entries:
             if outcomes[entry] is True:
                 entry.flags &= ~UNPROVEN
+        self.counters["checksum_errors"] += len(wrong)
+        self.counters["io_errors"] += len(unreadable)
         if wrong:
             log.warning("%s: dropped %d entries with a wrong checksum", self.config.path, len(wrong))
-            self.counters["checksum_errors"] += len(wrong)
-            for entry in wrong:
-                self.catalog.remove(entry)
-            self._watch(self.index, [e.key for e in wrong])
-            await self._discard(wrong)
-        self.release(held)
-        return [e.size if e is not None and e.live else 0 for e in entries]
+        if unreadable:
+            log.warning("%s: %d entries can't be read", self.config.path, len(unreadable))
+        dropped = wrong + unreadable * unreadable_too
+        for entry in dropped:
+            self.catalog.remove(entry)
+        if dropped:
+            self._watch(self.index, [e.key for e in dropped])
+            await self._discard(dropped)
+        self.release(entries)
+        return dropped
 
     # -- start and stop
 
     async def recover(self) -> None:
         """Fill the catalog from the snapshot or the footers; entries over the capacity leave, oldest first."""
-        found = await trio.to_thread.run_sync(recovery.recover, self.store, limiter=self._limiter)
-        self.catalog.load(found.entries)
-        for slot in found.free_slots:
-            self.catalog.add_free(slot)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._stop_recovery)
+            outcome = await self._files(self._recovered)
+            nursery.cancel_scope.cancel()
+        if outcome is None:
+            return
+        found, catalog = outcome
+        catalog.ledger.capacity = self.catalog.ledger.capacity
+        self.catalog = catalog
         self.extras.update(found.extras)
+        self.scrub.begin([e for e in found.entries if not e.proven])
         while batch := self._oldest(-self.catalog.room):
             await self._evict(batch)
         while self.catalog.ledger.free < 0 and (free := self.catalog.drop_free()):
             await self._files(jobs.drop, self.store, free)
         self.recovering = False
+
+    def _recovered(self) -> tuple[recovery.Found, Catalog] | None:
+        """In a thread: the catalog is built aside, as the event loop reads the present one. None: the daemon stops."""
+        try:
+            found = recovery.recover(self.store, self.recovery)
+        except recovery.Stopped:
+            return None
+        return found, recovery.load(found, self.catalog.ledger.capacity)
+
+    async def _stop_recovery(self) -> None:
+        """Tell the thread when the daemon stops: a cancellation doesn't reach it."""
+        try:
+            await trio.sleep_forever()
+        finally:
+            self.recovery.stopped = True
 
     async def checkpoint(self, clean: bool = False) -> None:
         """Write the snapshot; `clean` says that it is exact and nothing follows it."""
@@ -579,6 +619,10 @@ class Volume:
             "entries": entries,
             "pinned_bytes": self.catalog.pinned,
             "descriptors": len(self.descriptors),
+            "recovered_entries": self.recovery.entries,
+            "recovered_share": round(self.recovery.share, 3),
+            "scrub_total_bytes": self.scrub.total_bytes,
+            "scrub_done_bytes": self.scrub.done_bytes,
             **self.counters,
         }
 
