@@ -145,6 +145,8 @@ def _status(arguments: argparse.Namespace) -> None:
     print(f"kvcsfs {status['version']}, up {status['uptime_seconds']:.0f} s, {status['sessions']} sessions")
     for m in status["mountpoints"]:
         print(f"mountpoint {m['index']}: {m['path']} ({m['state']})")
+        if m["state"] == "recovering":
+            print(f"  recovering: {m['recovered_share']:.0%}, {m['recovered_entries']} entries read")
         print(
             f"  {m['entries']} entries, {format_size(m['used_bytes'])} of {format_size(m['capacity_bytes'])} used"
         )
@@ -259,6 +261,8 @@ def _not_installed(exc: ModuleNotFoundError) -> ConfigError:
 
 
 def _evict(arguments: argparse.Namespace) -> None:
+    if arguments.bytes == 0:
+        raise ConfigError("evict: --bytes 0: expected at least 1 byte")
     if not (arguments.prefix or arguments.bytes or arguments.all):
         raise ConfigError("evict: expected PREFIX, --bytes SIZE or --all")
     with Control(arguments.socket) as control:

@@ -24,7 +24,7 @@ from kvcsfs.config import Config
 from kvcsfs.engine import keys
 from kvcsfs.engine.entry import Entry
 from kvcsfs.engine.session import Lease, Session, Staged
-from kvcsfs.engine.volume import Volume, Watcher
+from kvcsfs.engine.volume import RETRY_SECONDS, Volume, Watcher
 from kvcsfs.errors import (
     ExistsError,
     InvalidKeyError,
@@ -119,7 +119,12 @@ class Engine:
                 await volume.close()
 
     async def _recover(self, volume: Volume) -> None:
-        await volume.recover()
+        while volume.recovering:
+            try:
+                await volume.recover()
+            except OSError as exc:  # the other mountpoints serve; this one misses and is busy
+                log.warning("%s: can't be read, trying again: %s", volume.config.path, exc.strerror)
+                await trio.sleep(RETRY_SECONDS)
         if any(v.recovering for v in self.volumes):
             return
         # Entries are millions of long-lived objects; a full collection over them would stop the loop for seconds.
@@ -436,7 +441,7 @@ class Engine:
         """Entries by key: at most `limit` that start with `prefix` and follow `after`. Renews nothing."""
         return self.volume(index).catalog.index.page(prefix, after, limit)
 
-    async def children(self, index: int, directory: str, after: str, limit: int) -> list[str]:
+    async def children(self, index: int, directory: str, after: str | None, limit: int) -> list[str]:
         """Names directly in a directory ("" or ending with "/"), see `Index.children`. Renews nothing."""
         return list(itertools.islice(self.volume(index).catalog.index.children(directory, after), limit))
 

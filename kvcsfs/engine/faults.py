@@ -29,12 +29,11 @@ POINTS = (
     "file.padded",  # and has its final size
     "commit.begun",  # a generation is taken, the data is written
     "commit.sealed",  # the footer is written, that of the replaced value is still there
-    "commit.voided",  # the replaced value is void
     "commit.synced",  # data, footer and name are durable
     "commit.indexed",  # the index has it, the client does not know yet
     "rename.begun",
     "rename.written",  # the footer has the new key, the target's value is still there
-    "rename.voided",  # the target's value is void
+    "replaced.voided",  # commit, rename: the replaced value is void
     "remove.begun",  # delete, evict: gone from the index, still there on disk
     "remove.voided",  # the footer is void
     "remove.unlinked",  # the file is removed

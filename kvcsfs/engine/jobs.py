@@ -5,6 +5,7 @@ Descriptors to close come along, since a slot can't be proven ours while we hold
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Sequence
 
@@ -14,7 +15,15 @@ from kvcsfs.engine.faults import point
 from kvcsfs.engine.store import SlotStore, digest, failure
 from kvcsfs.errors import KvcsError
 
+log = logging.getLogger(__name__)
+
 Prepared = tuple[int, int]  # slot, write-only descriptor
+
+
+def close_many(_store: SlotStore, fds: Sequence[int]) -> list[None]:
+    """Close descriptors, as a brief job."""
+    close_all(fds)
+    return [None] * len(fds)
 
 
 def close_all(fds: Iterable[int]) -> None:
@@ -23,42 +32,43 @@ def close_all(fds: Iterable[int]) -> None:
         os.close(fd)
 
 
-def prepare(
-    store: SlotStore, plan: Plan, charges: Sequence[int], closing: Sequence[int]
-) -> tuple[list[Prepared | KvcsError | None], list[Entry]]:
-    """Carry a plan out.
-
-    Returns by position a staged file, a failure, or None for what was refused; and the victims whose files could
-    not be removed.
-    """
-    point("reserve.promised")
-    close_all(closing)
+def make_room(store: SlotStore, plan: Plan) -> list[Entry]:
+    """Remove what a plan gives up; returns the victims whose files could not be removed."""
     stuck: list[Entry] = []
+    for free in plan.drop:
+        drop(store, free)
+        point("reserve.dropped")
     for victim in plan.unlink:
         if not _unlinked(store, victim.slot):
             stuck.append(victim)
         point("reserve.unlinked")
-    for free in plan.drop:
-        drop(store, free)
-        point("reserve.dropped")
-    done: list[Prepared | KvcsError | None] = [None] * len(charges)
-    for i, victim in plan.recycle.items():
-        done[i] = _recycle(store, victim, charges[i], stuck)
-    for i, free in plan.reuse.items():
-        done[i] = _reuse(store, free)
-    for i in plan.create:
-        done[i] = _create(store, charges[i])
-    return done, stuck
+    return stuck
 
 
-def _recycle(store: SlotStore, victim: Entry, size: int, stuck: list[Entry]) -> Prepared | KvcsError:
+def stage_many(
+    store: SlotStore, steps: Sequence[Entry | FreeSlot | None], charges: Sequence[int]
+) -> list[Prepared | KvcsError]:
+    """A staged file for each step of a plan: a victim to recycle, a free slot to reuse, None to make one.
+
+    A victim whose recycling failed may still have its file.
+    """
+    staged: list[Prepared | KvcsError] = []
+    for step, size in zip(steps, charges, strict=True):
+        if isinstance(step, Entry):
+            staged.append(_recycle(store, step, size))
+        elif step is not None:
+            staged.append(_reuse(store, step))
+        else:
+            staged.append(_create(store, size))
+    return staged
+
+
+def _recycle(store: SlotStore, victim: Entry, size: int) -> Prepared | KvcsError:
     try:
         fd = store.recycle(victim.slot, size)
-        return (victim.slot, fd) if fd is not None else _create(store, size)
     except OSError as exc:
-        if not _unlinked(store, victim.slot):
-            stuck.append(victim)
         return failure(exc, "recycling a slot")
+    return (victim.slot, fd) if fd is not None else _create(store, size)
 
 
 def _create(store: SlotStore, size: int) -> Prepared | KvcsError:
@@ -123,18 +133,7 @@ def seal_many(
     results = [_seal(store, entry) for entry in entries]
     if store.durable:
         _sync(store, entries, results)
-    olds: list[Entry] = []
-    for i, old in enumerate(replaced):
-        if old is None or results[i] is not None:
-            continue
-        try:
-            store.void(old)
-            point("commit.voided")
-            olds.append(old)
-        except OSError as exc:
-            results[i] = failure(exc, "committing an object")
-    if store.durable:
-        sync_many(store, olds)
+    _void_replaced(store, [old for old, failed in zip(replaced, results, strict=True) if old and not failed])
     return results
 
 
@@ -176,6 +175,20 @@ def sync_many(store: SlotStore, entries: Sequence[Entry]) -> list[OSError | None
     return results
 
 
+def _void_replaced(store: SlotStore, olds: Sequence[Entry]) -> None:
+    """Void the footers of replaced entries. What replaced them stands if that fails: its generation is higher."""
+    for old in olds:
+        try:
+            store.void(old)
+            point("replaced.voided")
+            if store.durable:
+                store.sync(old.slot)
+        except FileNotFoundError:
+            continue
+        except OSError as exc:
+            log.warning("the footer of a replaced object can't be voided: %s", exc.strerror)
+
+
 def finish_file(fd: int, size: int, checksum: bytes | None) -> bytes:
     """Give a grown file its final size with padding of zeros, close it, and return the checksum of the value."""
     try:
@@ -198,13 +211,9 @@ def rename(store: SlotStore, entry: Entry, target: Entry | None) -> KvcsError | 
         point("rename.written")
         if store.durable:
             store.sync(entry.slot)
-        if target is not None:
-            store.void(target)
-            point("rename.voided")
-            if store.durable:
-                store.sync(target.slot)
     except OSError as exc:
         return failure(exc, "renaming an object")
+    _void_replaced(store, [target] if target else [])
     return None
 
 
@@ -226,33 +235,37 @@ def void_many(store: SlotStore, entries: Sequence[Entry]) -> list[OSError | None
     return results
 
 
-def reclaim(
-    store: SlotStore, entries: Sequence[Entry], keep: Sequence[bool], hold: int, closing: Sequence[int]
+def recycle_many(
+    store: SlotStore, entries: Sequence[Entry], hold: Sequence[bool]
 ) -> list[FreeSlot | OSError | None]:
-    """Make each file a free slot where `keep` says so and the kernel allows it, else unlink it.
+    """Make each file a free slot where the kernel allows it, which keeps its descriptor if `hold`; else unlink it.
 
-    The first `hold` free slots keep their descriptor. None: the file is gone. An OSError: it is still there.
+    None: the file is gone. An OSError: it is still there.
     """
-    close_all(closing)
     results: list[FreeSlot | OSError | None] = []
-    for entry, kept in zip(entries, keep, strict=True):
+    for entry, held in zip(entries, hold, strict=True):
         try:
             size = charge(entry.size)
             point("remove.begun")
-            fd = store.recycle(entry.slot, size) if kept else None
-            if not kept:
-                store.unlink(entry.slot)
-                point("remove.unlinked")
-            if fd is None:
-                results.append(None)
-                continue
-            if hold <= 0:
+            fd = store.recycle(entry.slot, size)
+            if fd is not None and not held:
                 os.close(fd)
-                fd = -1
-            hold -= 1
-            results.append(FreeSlot(entry.slot, size, fd))
+            results.append(None if fd is None else FreeSlot(entry.slot, size, fd if held else -1))
         except OSError as exc:
             results.append(None if _unlinked(store, entry.slot) else exc)
+    return results
+
+
+def unlink_many(store: SlotStore, entries: Sequence[Entry]) -> list[OSError | None]:
+    """Remove files; an OSError for one that is still there."""
+    results: list[OSError | None] = []
+    for entry in entries:
+        try:
+            store.unlink(entry.slot)
+            point("remove.unlinked")
+            results.append(None)
+        except OSError as exc:
+            results.append(exc)
     return results
 
 

@@ -45,7 +45,12 @@ LAYERS = (
             ("kvcsfs.engine", "kvcsfs.errors", "kvcsfs.config"),
             ("trio", "sortedcontainers", "msgspec", "xxhash"),
         )
-        for name in ("kvcsfs.engine.engine", "kvcsfs.engine.volume", "kvcsfs.engine.scrub")
+        for name in (
+            "kvcsfs.engine.engine",
+            "kvcsfs.engine.volume",
+            "kvcsfs.engine.files",
+            "kvcsfs.engine.scrub",
+        )
     ),
     Layer("kvcsfs.fuse", ("kvcsfs.fuse", "kvcsfs.engine", "kvcsfs.errors"), ("pyfuse3", "trio", "xxhash")),
     Layer(
