@@ -231,7 +231,7 @@ def test_what_a_pool_gets_wrong_is_a_miss(module, daemon):
 
 
 def test_wrong_options_and_a_model_without_a_name_are_refused(module):
-    with pytest.raises(ValueError, match="unknown option 'kvcs[.]soket'"):
+    with pytest.raises(ValueError, match=r"unknown option 'kvcs\.soket'"):
         module.KvcsHiCache(HiCacheStorageConfig(extra_config={"kvcs.soket": "/s"}), {})
     with pytest.raises(ValueError, match="the model has no name"):
         module.KvcsHiCache(HiCacheStorageConfig(model_name=None), {})
