@@ -29,7 +29,7 @@ class LlamaPrefixCache:
         model: str,
         *,
         dtype: str = "f16",
-        layout: str = "",
+        layout: str = "any",
         slot: int = 0,
         step_tokens: int = 256,
         request_s: float = 600.0,

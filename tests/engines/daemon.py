@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import subprocess
 import sys
 import tempfile
@@ -29,7 +30,7 @@ class Daemon:
         """Start it and wait until it takes puts; what was stored before is known then."""
         self._data.mkdir(parents=True, exist_ok=True)
         command = [
-            sys.executable,
+            os.environ.get("KVCSFS_PYTHON", sys.executable),  # an engine's environment has no daemon
             "-m",
             "kvcsfs.cli",
             "serve",

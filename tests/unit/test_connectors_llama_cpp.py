@@ -86,7 +86,7 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
 
 @pytest.fixture
 def server(daemon: Daemon) -> Iterator[Server]:
-    made = Server(daemon.socket, "smollm/v1/llama.cpp/f16/~/all/")
+    made = Server(daemon.socket, "smollm/v1/llama.cpp/f16/any/all/")
     yield made
     made.stop()
 
@@ -126,7 +126,7 @@ def test_a_prefix_evicted_between_query_and_read_falls_back_to_a_shorter_one(ser
     with KvcsLowLevelClient(daemon.socket) as client:
         from kvcsfs.connectors.keys import prefix_hashes
 
-        gone = [f"smollm/v1/llama.cpp/f16/~/all/{name}" for name in prefix_hashes(TOKENS, [64, 100])]
+        gone = [f"smollm/v1/llama.cpp/f16/any/all/{name}" for name in prefix_hashes(TOKENS, [64, 100])]
         assert [result.status for result in client.ll_batch_delete(gone)] == [0, 0]
     assert prefixes.warm(TOKENS) == 32
     assert (server.slot, server.computed) == (TOKENS, 168)
@@ -155,7 +155,7 @@ def test_a_server_that_is_gone_raises_nothing(daemon):
 
 def test_the_slot_directory_is_where_the_keys_are(prefixes, tmp_path):
     directory = prefixes.slot_directory(tmp_path / "mnt")
-    assert directory == tmp_path / "mnt/smollm/v1/llama.cpp/f16/~/all"
+    assert directory == tmp_path / "mnt/smollm/v1/llama.cpp/f16/any/all"
     assert directory.is_dir()
 
 

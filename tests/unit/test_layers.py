@@ -61,11 +61,16 @@ LAYERS = (
     Layer("kvcsfs.control", ("kvcsfs.wire", "kvcsfs.config", "kvcsfs.errors"), ("socket",)),
     Layer(
         "kvcsfs.cli",
-        ("kvcsfs.daemon", "kvcsfs.control", "kvcsfs.config", "kvcsfs.errors", "kvcsfs.wire"),
+        ("kvcsfs.daemon", "kvcsfs.control", "kvcsfs.config", "kvcsfs.errors", "kvcsfs.size", "kvcsfs.wire"),
         ("msgspec", "socket"),
     ),
     Layer("kvcsfs.sdk", ("kvcsfs.sdk", "kvcsfs.wire", "kvcsfs.errors"), BASE),
-    Layer("kvcsfs.connectors", ("kvcsfs.connectors", "kvcsfs.sdk", "kvcsfs.errors", "kvcs")),
+    # Control and wire for the one thing that the SDK has no call for: deleting all that is below a prefix.
+    Layer(
+        "kvcsfs.connectors",
+        ("kvcsfs.connectors", "kvcsfs.sdk", "kvcsfs.control", "kvcsfs.wire", "kvcsfs.errors", "kvcs"),
+    ),
+    Layer("kvcsfs.size", ()),
     Layer(
         "kvcsfs.bench",
         ("kvcsfs.bench", "kvcsfs.sdk", "kvcsfs.config", "kvcsfs.errors", "kvcs"),
