@@ -1,7 +1,7 @@
 """transformers: saves a `DynamicCache` by blocks of tokens, and restores what a prompt shares with earlier ones.
 
 A block's value is a small header of its shapes, then each layer's keys and values of its tokens, head by head; all of
-it straight from and into the tensors' memory. CPU tensors, batches of one. Tested with transformers 5.18.
+it straight from and into the tensors' memory. CPU tensors, batches of one. Tested with transformers 5.19.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ except ImportError as exc:
 try:
     from transformers import DynamicCache
 except ImportError as exc:
-    raise missing("transformers", "5.18.0", exc) from exc
+    raise missing("transformers", "5.19.0", exc) from exc
 
 log = logging.getLogger("kvcs.connectors")
 
