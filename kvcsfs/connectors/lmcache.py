@@ -164,12 +164,8 @@ class KvcsConnector(RemoteConnector):
         return True
 
     async def batched_put(self, keys: Many, memory_objs: Many) -> None:
-        """Store chunks and give their references back, as the serializer that made them took some."""
-        try:
-            await asyncio.to_thread(self.chunks.save, keys, memory_objs)
-        finally:
-            for memory in memory_objs:
-                memory.ref_count_down()
+        """Store chunks. Their references are given back by LMCache's wrapper, `InstrumentedRemoteConnector`."""
+        await asyncio.to_thread(self.chunks.save, keys, memory_objs)
 
     def support_batched_contains(self) -> bool:
         return True
