@@ -1,3 +1,4 @@
+# ruff: noqa: E402  # the engine is imported once it is known to be there
 """The LMCache connectors inside the real LMCache, with memory that it allocates, on the CPU."""
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
 torch = pytest.importorskip("torch")
 pytest.importorskip("lmcache.v1.storage_backend")
 
-from lmcache.utils import CacheEngineKey  # noqa: E402  # after it is known that the engine is there
-from lmcache.v1.config import LMCacheEngineConfig  # noqa: E402
-from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey  # noqa: E402
-from lmcache.v1.distributed.l2_adapters import create_l2_adapter  # noqa: E402
-from lmcache.v1.distributed.l2_adapters.config import get_l2_adapter_config_class  # noqa: E402
-from lmcache.v1.memory_allocators.host_memory_allocator import HostMemoryAllocator  # noqa: E402
-from lmcache.v1.memory_management import MemoryFormat  # noqa: E402
-from lmcache.v1.metadata import LMCacheMetadata  # noqa: E402
-from lmcache.v1.storage_backend import CreateStorageBackends  # noqa: E402
+from lmcache.utils import CacheEngineKey
+from lmcache.v1.config import LMCacheEngineConfig
+from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
+from lmcache.v1.distributed.l2_adapters import create_l2_adapter
+from lmcache.v1.distributed.l2_adapters.config import get_l2_adapter_config_class
+from lmcache.v1.memory_allocators.host_memory_allocator import HostMemoryAllocator
+from lmcache.v1.memory_management import MemoryFormat
+from lmcache.v1.metadata import LMCacheMetadata
+from lmcache.v1.storage_backend import CreateStorageBackends
 
-pytestmark = [pytest.mark.engines, pytest.mark.filterwarnings("default")]
+pytestmark = pytest.mark.engines
 
 MODEL = "meta-llama/Llama-3-8B"
 KV_SHAPE = (8, 2, 256, 2, 64)  # layers, keys and values, tokens of a chunk, heads, dimension: 1 MiB

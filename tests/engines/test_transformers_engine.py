@@ -1,3 +1,4 @@
+# ruff: noqa: E402  # the engine is imported once it is known to be there
 """The transformers connector with real models: small ones with random weights, on the CPU."""
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from tests.engines.daemon import Daemon
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from kvcsfs.connectors.transformers import KvcsPrefixCache  # noqa: E402  # after it is known that the engine is there
+from kvcsfs.connectors.transformers import KvcsPrefixCache
 
-pytestmark = [pytest.mark.engines, pytest.mark.filterwarnings("default")]
+pytestmark = pytest.mark.engines
 
 TOKENS = torch.randint(0, 256, (203,), generator=torch.Generator().manual_seed(1)).tolist()
 NEW = 12
