@@ -24,7 +24,7 @@ from kvcsfs.config import Config
 from kvcsfs.engine import keys
 from kvcsfs.engine.entry import Entry
 from kvcsfs.engine.session import Lease, Session, Staged
-from kvcsfs.engine.volume import Volume, Watcher
+from kvcsfs.engine.volume import RETRY_SECONDS, Volume, Watcher
 from kvcsfs.errors import (
     ExistsError,
     InvalidKeyError,
@@ -104,7 +104,12 @@ class Engine:
                 await volume.close()
 
     async def _recover(self, volume: Volume) -> None:
-        await volume.recover()
+        while volume.recovering:
+            try:
+                await volume.recover()
+            except OSError as exc:  # the other mountpoints serve; this one misses and is busy
+                log.warning("%s: can't be read, trying again: %s", volume.config.path, exc.strerror)
+                await trio.sleep(RETRY_SECONDS)
         gc.collect()
         gc.freeze()
         log.info("%s: %d entries", volume.config.path, len(volume.catalog.index))
@@ -415,7 +420,7 @@ class Engine:
         """Entries by key: at most `limit` that start with `prefix` and follow `after`. Renews nothing."""
         return self.volume(index).catalog.index.page(prefix, after, limit)
 
-    async def children(self, index: int, directory: str, after: str, limit: int) -> list[str]:
+    async def children(self, index: int, directory: str, after: str | None, limit: int) -> list[str]:
         """Names directly in a directory ("" or ending with "/"), see `Index.children`. Renews nothing."""
         return list(itertools.islice(self.volume(index).catalog.index.children(directory, after), limit))
 

@@ -33,6 +33,7 @@ FOLDERS = 256
 READ_CHUNK = 1 << 20
 ALLOCATION_SLACK = 1 << 20  # extent blocks that a file system counts to a file, never ours to limit
 _MEMORY = frozenset({"tmpfs", "ramfs"})
+_LOCAL = _MEMORY | {"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "bcachefs", "zfs"}
 _AT_FDCWD = -100
 _STATX_DIOALIGN = 0x2000
 _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW
@@ -72,7 +73,9 @@ class SlotStore:
             os.close(self._lock)
             raise ConfigError(f'{path}: the file system has no direct I/O, expected io = "buffered"')
         self._client_flags = os.O_DIRECT if direct else 0
-        self.in_memory = self._file_system() in _MEMORY
+        kind = self._file_system()
+        self.in_memory = kind in _MEMORY
+        self.is_local = kind in _LOCAL  # no network and no other process behind it
         self._numbers = itertools.count((self.epoch << 40) + 1)
 
     def close(self) -> None:
