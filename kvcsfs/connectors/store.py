@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 from kvcsfs import wire
-from kvcsfs.connectors.keys import leading_run
 from kvcsfs.connectors.settings import Settings
 from kvcsfs.control import Control, default_socket
 from kvcsfs.errors import KvcsTimeoutError
@@ -66,7 +65,7 @@ class Store:
 
     def match(self, keys: Sequence[str]) -> int:
         """How many keys hold a value before the first that doesn't; one round trip."""
-        return leading_run(self.exists(keys))
+        return self._attempt("query", keys, lambda: self.client.ll_batch_match(keys, opts=self._plain)) or 0
 
     def touch(self, keys: Sequence[str]) -> None:
         """Have the store take the keys for used."""

@@ -119,6 +119,9 @@ class WriteBackQueue:
                 statuses = [result.status for result in results]
             except KvcsError as exc:  # the client was closed
                 statuses = [-exc.errno] * len(batch)
+            except Exception:  # a bug; without this thread every owner would wait for `on_done` forever
+                log.exception("a batch of %d values was lost", len(batch))
+                statuses = [-errno.EIO] * len(batch)
             self._done(batch, statuses, count=True)
 
     def _next_batch(self) -> list[_Entry]:

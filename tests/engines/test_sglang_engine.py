@@ -41,9 +41,18 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
 
 
 def host_pool(layout: str, dtype: Any = torch.bfloat16) -> Any:
-    """A host pool as SGLang makes one, beside a device pool that is on the CPU as well."""
+    pool = host_pool_of(layout, dtype, LAYERS, HEADS, DIMENSION, PAGE, 2 * TOKENS)
+    pool.kv_buffer.copy_(torch.randn(pool.kv_buffer.shape).to(dtype))
+    return pool
+
+
+def host_pool_of(
+    layout: str, dtype: Any, layers: int, heads: int, dimension: int, page: int, tokens: int
+) -> Any:
+    """A host pool as SGLang makes one, for twice the tokens of a device pool that is on the CPU as well."""
+    device = tokens // 2
     keys, values = (
-        tuple(torch.zeros(TOKENS, HEADS, DIMENSION, dtype=dtype) for _ in range(LAYERS)) for _ in "kv"
+        tuple(torch.zeros(device, heads, dimension, dtype=dtype) for _ in range(layers)) for _ in "kv"
     )
 
     def pointers(tensors: Any) -> Any:
@@ -53,22 +62,20 @@ def host_pool(layout: str, dtype: Any = torch.bfloat16) -> Any:
         k=keys, v=values, k_data_ptrs=pointers(keys), v_data_ptrs=pointers(values), layout=KVBufferLayout.NHD
     )
     info = MHABufferInfo(
-        buffers=buffers, page_size=PAGE, head_num=HEADS, head_dim=DIMENSION, v_head_dim=DIMENSION, dtype=dtype,
+        buffers=buffers, page_size=page, head_num=heads, head_dim=dimension, v_head_dim=dimension, dtype=dtype,
         device=torch.device("cpu"),
     )  # fmt: skip
-    pool = MHATokenToKVPoolHost(
+    return MHATokenToKVPoolHost(
         info,
         2.0,
         0,
-        PAGE,
+        page,
         layout,
         pin_memory=False,
-        device_capacity_tokens=TOKENS,
+        device_capacity_tokens=device,
         start_layer=0,
-        end_layer=LAYERS,
+        end_layer=layers,
     )
-    pool.kv_buffer.copy_(torch.randn(pool.kv_buffer.shape).to(dtype))
-    return pool
 
 
 def config(daemon: Daemon, layout: str, **changes: Any) -> Any:
