@@ -55,8 +55,14 @@ def test_store_and_load(tmp_path: Path, page_bytes: int):
         settings = {"type": kind, "base_path": str(tmp_path / kind)} | options
         (tmp_path / kind).mkdir()
         made.append((kind, create_l2_adapter(get_l2_adapter_config_class(kind).from_dict(settings))))
-    with Daemon(tmp_path / "store", capacity(page_bytes)) as daemon, adapter(daemon) as ours:
+    with (
+        Daemon(tmp_path / "store", capacity(page_bytes)) as daemon,
+        adapter(daemon) as ours,
+        Daemon(tmp_path / "other", capacity(page_bytes)) as other,
+        adapter(other, verify_reads=False) as unverified,
+    ):
         contestants = {"kvcsfs": steps(ours, objects, deletes=False)}
+        contestants |= {"kvcsfs, unverified": steps(unverified, objects, deletes=False)}
         contestants |= {kind: steps(one, objects, deletes=True) for kind, one in made}
         compare("lmcache L2", page_bytes, contestants)
     for _, one in made:

@@ -13,7 +13,7 @@ pytest.importorskip("sglang")
 
 from tests.engines import without_torchvision  # noqa: F401  # before anything of SGLang's is imported
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConfig
-from tests.bench.engine_times import PAGES, capacity, compare
+from tests.bench.engine_times import PAGES, Step, capacity, compare
 from tests.engines.daemon import Daemon
 from tests.engines.test_sglang_engine import attach, config, host_pool_of
 
@@ -31,25 +31,25 @@ def test_store_and_load(tmp_path: Path, layers: int, layout: str):
     first = indices[::PAGE_TOKENS].tolist()
     pool.kv_buffer.view(torch.int16).random_()
     room = capacity(page_bytes)
-    with Daemon(tmp_path / "store", room) as daemon:
+    with Daemon(tmp_path / "store", room) as daemon, Daemon(tmp_path / "other", room) as other:
         ours = attach(daemon, pool, layout)
-        files = HiCacheFile(
-            HiCacheStorageConfig(
-                **{
-                    **vars(config(daemon, layout)),
-                    "extra_config": {"file_storage_path": str(tmp_path / "files"), "max_size": str(room)},
-                }
-            )
-        )
+        unverified = config(other, layout)
+        unverified.extra_config["kvcs.verify_reads"] = False
+        faster = attach(other, pool, layout, extra_config=unverified.extra_config)
+        limited = {"file_storage_path": str(tmp_path / "files"), "max_size": str(room)}
+        files = HiCacheFile(HiCacheStorageConfig(**{**vars(config(daemon, layout)), "extra_config": limited}))
 
         def keys(turn: int) -> list[str]:
             return [f"{turn:032x}{i:032x}" for i in range(PAGES)]
 
-        def store(turn: int) -> None:
-            assert all(ours.batch_set_v1(keys(turn), indices))
+        def steps(storage: Any) -> tuple[Step, Step]:
+            def store(turn: int) -> None:
+                assert all(storage.batch_set_v1(keys(turn), indices))
 
-        def load(turn: int) -> None:
-            assert all(ours.batch_get_v1(keys(turn), indices))
+            def load(turn: int) -> None:
+                assert all(storage.batch_get_v1(keys(turn), indices))
+
+            return store, load
 
         def store_files(turn: int) -> None:  # as the controller's generic path does
             assert files.batch_set(keys(turn), [pool.get_data_page(i) for i in first])
@@ -59,9 +59,11 @@ def test_store_and_load(tmp_path: Path, layers: int, layout: str):
             for i, page in zip(first, pages, strict=True):
                 pool.set_from_flat_data_page(i, page)
 
-        compare(
-            f"sglang {layout}",
-            page_bytes,
-            {"kvcsfs": (store, load), "HiCacheFile": (store_files, load_files)},
-        )
+        contestants = {
+            "kvcsfs": steps(ours),
+            "kvcsfs, unverified": steps(faster),
+            "HiCacheFile": (store_files, load_files),
+        }
+        compare(f"sglang {layout}", page_bytes, contestants)
         ours.close()
+        faster.close()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from pathlib import Path
 from typing import Any
@@ -46,23 +47,43 @@ def steps(tier: Any, evict: Step) -> tuple[Step, Step]:
 
 @pytest.mark.parametrize("page_bytes", [256 << 10, 1 << 20, 4 << 20])
 def test_store_and_load(tmp_path: Path, page_bytes: int):
-    memory = np.random.default_rng(1).integers(0, 256, (PAGES, page_bytes), dtype=np.uint8)
-    with Daemon(tmp_path / "store", capacity(page_bytes)) as daemon:
+    pages = mmap.mmap(
+        -1, PAGES * page_bytes
+    )  # aligned, as the file tier's direct I/O wants it and vLLM has it
+    memory = np.frombuffer(pages, dtype=np.uint8).reshape(PAGES, page_bytes)
+    memory[:] = np.random.default_rng(1).integers(0, 256, memory.shape, dtype=np.uint8)
+    with (
+        Daemon(tmp_path / "store", capacity(page_bytes)) as daemon,
+        Daemon(tmp_path / "other", capacity(page_bytes)) as other,
+    ):
 
         def tier(settings: dict[str, Any]) -> Any:
             return SecondaryTierFactory.create_secondary_tier(settings, memoryview(memory), Spec(config()))
 
-        ours = tier(tier_config(daemon))
-        files = tier({"type": "fs", "root_dir": str(tmp_path / "files")})
+        ours, unverified = tier(tier_config(daemon)), tier(tier_config(other, verify_reads=False))
+        direct = tier({"type": "fs", "root_dir": str(tmp_path / "direct")})
+        buffered = tier({"type": "fs", "root_dir": str(tmp_path / "buffered")})
+        buffered._use_o_direct = False  # as it decides by itself on a file system without
 
-        def evict(turn: int) -> None:
+        def evictor(files: Any) -> Step:
             """The file tier evicts nothing; an evictor beside it would unlink as much."""
-            if turn >= BATCHES_KEPT:
-                for one in keys(turn - BATCHES_KEPT):
-                    os.unlink(files.file_mapper.get_file_name(one))
 
-        compare(
-            "vllm", page_bytes, {"kvcsfs": steps(ours, lambda turn: None), "fs tier": steps(files, evict)}
-        )
-        for one in (ours, files):
+            def evict(turn: int) -> None:
+                if turn >= BATCHES_KEPT:
+                    for one in keys(turn - BATCHES_KEPT):
+                        os.unlink(files.file_mapper.get_file_name(one))
+
+            return evict
+
+        def nothing(turn: int) -> None:
+            """The store evicts by itself."""
+
+        contestants = {
+            "kvcsfs": steps(ours, nothing),
+            "kvcsfs, unverified": steps(unverified, nothing),
+            "fs tier, direct": steps(direct, evictor(direct)),
+            "fs tier, buffered": steps(buffered, evictor(buffered)),
+        }
+        compare("vllm", page_bytes, contestants)
+        for one in (ours, unverified, direct, buffered):
             one.shutdown()

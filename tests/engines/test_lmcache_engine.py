@@ -152,13 +152,13 @@ def test_eviction_all_the_time_and_a_killed_daemon_give_misses_alone(tmp_path, k
 
 
 @contextmanager
-def adapter(daemon: Daemon) -> Iterator[Any]:
+def adapter(daemon: Daemon, **options: Any) -> Iterator[Any]:
     config = get_l2_adapter_config_class("plugin").from_dict(
         {
             "type": "plugin",
             "module_path": "kvcsfs.connectors.lmcache_l2",
             "class_name": "KvcsL2Adapter",
-            "adapter_params": {"socket": daemon.socket},
+            "adapter_params": {"socket": daemon.socket} | options,
         }
     )
     made = create_l2_adapter(config)
