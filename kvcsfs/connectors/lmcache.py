@@ -8,7 +8,6 @@ memory that LMCache allocates. Source: lmcache 0.5.6, `v1/storage_backend/connec
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -26,7 +25,6 @@ try:
 except ImportError as exc:
     raise missing("lmcache", "0.5.6", exc) from exc
 
-log = logging.getLogger("kvcs.connectors")
 Many: TypeAlias = list[Any]  # a method of LMCache's is called `list`
 
 
@@ -64,18 +62,16 @@ class Chunks:
         """Store chunks, waiting until it is done."""
         try:
             self.store.save([self.key(key) for key in keys], [self.value(chunk) for chunk in chunks])
-        except Exception:
-            log.exception("LMCache goes on without %d chunks in the store", len(keys))
-            self.store.count("errors")
+        except Exception:  # noqa: BLE001  # the engine's thread must not end with it
+            self.store.mishap("save", len(keys))
 
     def load(self, keys: Sequence[Any]) -> list[Any]:
         """Read chunks into memory that LMCache allocates; None for a miss. The caller owns their references."""
         allocated: list[Any] = []
         try:
             return self._load(keys, allocated)
-        except Exception:
-            log.exception("LMCache goes on without %d chunks", len(keys))
-            self.store.count("errors")
+        except Exception:  # noqa: BLE001  # the engine's thread must not end with it
+            self.store.mishap("load", len(keys))
             for chunk in allocated:
                 chunk.ref_count_down()
             return [None] * len(keys)
@@ -237,9 +233,8 @@ class KvcsBackend(StoragePluginInterface):
 
         try:
             return self.chunks.store.save_later(self.chunks.key(key), self.chunks.value(chunk), stored)
-        except Exception:
-            log.exception("LMCache goes on without a chunk in the store")
-            self.chunks.store.count("errors")
+        except Exception:  # noqa: BLE001  # the engine's thread must not end with it
+            self.chunks.store.mishap("save", 1)
             return False
 
     def _put_ended(self, key: Any, chunk: Any) -> None:

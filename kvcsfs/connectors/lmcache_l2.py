@@ -7,7 +7,6 @@ into the buffers that LMCache gives. Source: lmcache 0.5.6, `v1/distributed/l2_a
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
@@ -27,8 +26,6 @@ try:
     from lmcache.v1.platform.event_notifier import create_event_notifier
 except ImportError as exc:
     raise missing("lmcache", "0.5.6", exc) from exc
-
-log = logging.getLogger("kvcs.connectors")
 
 SHAPE_BYTES = 16
 
@@ -106,9 +103,8 @@ class KvcsL2Adapter(L2AdapterInterface):
     def _queue(self, job: Job[int], place: int, key: Any, memory: Any) -> bool:
         try:
             value = [memory.byte_array, _shape(memory)]
-        except Exception:
-            log.exception("LMCache goes on without an object in the store")
-            self._store.count("errors")
+        except Exception:  # noqa: BLE001  # the engine's thread must not end with it
+            self._store.mishap("save", 1)
             return False
         return self._store.save_later(
             self._key(key), value, lambda ok: self._stores.jobs.settle(job, place, ok)
@@ -160,9 +156,8 @@ class KvcsL2Adapter(L2AdapterInterface):
         def run() -> None:
             try:
                 ok = work()
-            except Exception:
-                log.exception("LMCache goes on without a task of %d keys", len(keys))
-                self._store.count("errors")
+            except Exception:  # noqa: BLE001  # the engine's thread must not end with it
+                self._store.mishap("load", len(keys))
                 ok = [False] * len(keys)
             kind.jobs.settle_all(job, ok)
 

@@ -12,7 +12,8 @@ class Settings:
     """How a connector reaches the store. Sizes in bytes, times in seconds; 0 workers stands for the SDK's default.
 
     `socket` "": $KVCS_SOCKET, else the SDK's default. `version`: raise it when weights change under one model name.
-    `pause_s`: how long a store that let a deadline pass is left alone, and everything a miss.
+    `deadline_s`: of a batch of questions or reads; `store_deadline_s`: of a batch to store.
+    `pause_s`: how long a store that let a read's deadline pass is left alone, and everything a miss.
     `queue_bytes`, `queue_items`: what may wait to be written; more is dropped and counted.
     """
 
@@ -20,6 +21,7 @@ class Settings:
     version: str = "v1"
     mountpoint_index: int = 0
     deadline_s: float = 5.0
+    store_deadline_s: float = 30.0
     pause_s: float = 1.0
     get_workers: int = 0
     set_workers: int = 0

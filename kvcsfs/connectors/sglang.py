@@ -7,7 +7,6 @@ backend: model, dtype, layout, page size and rank. Source: sglang 0.5.23, `srt/m
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -31,8 +30,6 @@ try:
     from sglang.srt.observability.metrics_collector import StorageMetrics
 except ImportError as exc:
     raise missing("sglang", "0.5.23", exc) from exc
-
-log = logging.getLogger("kvcs.connectors")
 
 MAX_SAMPLES = 4096  # of bandwidth, should nobody ask for them
 R = TypeVar("R")
@@ -205,9 +202,8 @@ class KvcsHiCache(HiCacheStorage):
         """The store raises nothing, but pools and their layouts may: the controller's thread must not end with it."""
         try:
             return call()
-        except Exception:
-            self._store.count("errors")
-            log.exception("HiCache goes on without this batch")
+        except Exception:  # noqa: BLE001  # the engine's thread must not end with it
+            self._store.mishap("batch", 1)
             return otherwise
 
     # -- keys

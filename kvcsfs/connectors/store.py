@@ -103,7 +103,8 @@ class Store:
     def save(self, keys: Sequence[str], values: Sequence[Value]) -> list[bool]:
         """Store values, waiting until it is done; a key that holds one already keeps it."""
         items = [LLPutItem(key, value) for key, value in zip(keys, values, strict=True)]
-        results = self._attempt("save", keys, lambda: self.client.ll_batch_put(items, opts=self._keep))
+        deadline_s = self.settings.store_deadline_s
+        results = self._attempt("save", keys, lambda: self.client.ll_batch_put(items, deadline_s, self._keep))
         statuses = [result.status for result in results or ()]
         self._look_at("save", statuses)
         return [status == 0 for status in statuses] or [False] * len(keys)
@@ -143,8 +144,13 @@ class Store:
         with self._lock:
             self._counts[name] += by
 
+    def mishap(self, op: str, keys: int) -> None:
+        """In an exception handler: count and log what the engine's own objects raised, as `errors`."""
+        self.count("errors")
+        self._note(op, keys, "a bug, or an engine that this connector does not know", exc_info=True)
+
     def stats(self) -> dict[str, int]:
-        """Counts since the start: hits, misses, saved, dropped, wrong_size, and `<operation>_failed`."""
+        """Counts since the start: hits, misses, saved, dropped, wrong_size, errors, and `<operation>_failed`."""
         queue = self._queue.stats() if self._queue else {}
         with self._lock:
             counts = dict(self._counts)
@@ -161,7 +167,7 @@ class Store:
     def _new_queue(self) -> WriteBackQueue:
         settings = self.settings
         return WriteBackQueue(
-            self.client, settings.queue_bytes, settings.queue_items, settings.deadline_s, opts=self._keep
+            self.client, settings.queue_bytes, settings.queue_items, settings.store_deadline_s, self._keep
         )
 
     def _saved(self, status: int, on_done: Callable[[bool], None]) -> None:
@@ -189,27 +195,28 @@ class Store:
         return [max(status, 0) for status in statuses]
 
     def _look_at(self, op: str, statuses: Sequence[int]) -> None:
-        """Count the failures of single keys, and keep away from a store that lets deadlines pass."""
+        """Count the failures of single keys, and keep away from a store that lets reads wait."""
         failed = [status for status in statuses if status < 0]
-        if op == "save":
+        if op == "save":  # much to write is no reason to stop reading
             self.count("saved", len(statuses) - len(failed))
+        elif -errno.ETIMEDOUT in failed:
+            self._resume = time.monotonic() + self.settings.pause_s
         if failed:
             self._note(op, len(failed), errno.errorcode.get(-failed[0], str(failed[0])))
-        if -errno.ETIMEDOUT in failed:
-            self._resume = time.monotonic() + self.settings.pause_s
 
     def _failed(self, op: str, exc: Exception, keys: int) -> None:
         if isinstance(exc, KvcsTimeoutError):
             self._resume = time.monotonic() + self.settings.pause_s
         self._note(op, keys, f"{type(exc).__name__}: {exc}")
 
-    def _note(self, op: str, keys: int, why: str) -> None:
+    def _note(self, op: str, keys: int, why: str, *, exc_info: bool = False) -> None:
         """Count, and say it once a minute: an engine asks hundreds of times a second."""
         self.count(f"{op}_failed", keys)
         now = time.monotonic()
         if now >= self._warn_again:
             self._warn_again = now + WARN_SECONDS
-            log.warning("%s of %d keys failed, the engine computes instead: %s", op, keys, why)
+            text = "%s of %d keys failed, the engine goes on without: %s"
+            log.warning(text, op, keys, why, exc_info=exc_info)
 
 
 def size_of(buffer: Value) -> int:

@@ -6,7 +6,6 @@ it straight from and into the tensors' memory. CPU tensors, batches of one. Test
 
 from __future__ import annotations
 
-import logging
 import struct
 from collections.abc import Sequence
 from typing import Any
@@ -25,8 +24,6 @@ try:
     from transformers import DynamicCache
 except ImportError as exc:
     raise missing("transformers", "5.19.0", exc) from exc
-
-log = logging.getLogger("kvcs.connectors")
 
 MAGIC = b"kvcstf1\0"
 Shape = tuple[int, int, int]  # of one layer: KV heads, dimension of keys, dimension of values
@@ -84,9 +81,8 @@ class KvcsPrefixCache:
         """A cache with the longest prefix of `tokens` that is stored; at least one token is left to compute."""
         try:
             return self._restore(self._keys(tokens[:-1]))
-        except Exception:
-            log.exception("generation goes on without its stored prefix")
-            self._store.count("errors")
+        except Exception:  # noqa: BLE001  # the engine's thread must not end with it
+            self._store.mishap("restore", 1)
             return DynamicCache()
 
     def save(self, tokens: Sequence[int], cache: DynamicCache) -> int:
@@ -96,9 +92,8 @@ class KvcsPrefixCache:
         """
         try:
             return self._save(tokens, cache)
-        except Exception:
-            log.exception("generation goes on without being saved")
-            self._store.count("errors")
+        except Exception:  # noqa: BLE001  # the engine's thread must not end with it
+            self._store.mishap("save", 1)
             return 0
 
     def flush(self, timeout_s: float | None = None) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import threading
 from collections import Counter
 from collections.abc import Collection, Iterable
@@ -36,8 +35,6 @@ try:
     from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 except ImportError as exc:
     raise missing("vllm", "0.33.0", exc) from exc
-
-log = logging.getLogger("kvcs.connectors")
 
 METRICS = {
     "hits": "Blocks read from kvcsfs.",

@@ -67,3 +67,5 @@ def test_store_and_load(tmp_path: Path, page_bytes: int):
         compare("lmcache L2", page_bytes, contestants)
     for _, one in made:
         one.close()
+    for memory in objects:
+        memory.ref_count_down()

@@ -13,6 +13,8 @@ from types import TracebackType
 from typing import Self
 
 from kvcs import KvcsLowLevelClient, LLPutItem
+from kvcsfs import wire
+from kvcsfs.control import Control
 
 PATIENCE_S = 30.0
 
@@ -59,6 +61,13 @@ class Daemon:
         self._process.communicate()
         self._process = None
         self._unmount()
+
+    def empty(self) -> None:
+        """Evict everything, for the next test of a daemon that several share; started again if it was left dead."""
+        if self._process is None:
+            self.start()
+        with Control(self.socket) as control:
+            control.ask(wire.Evict(2, 0, "", 0), wire.EvictReply)
 
     def __enter__(self) -> Self:
         self.start()

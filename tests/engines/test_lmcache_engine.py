@@ -104,6 +104,8 @@ def test_chunks_come_back_to_the_bit(tmp_path, kind):
         assert made.get_blocking(key(9)) is None
         assert made.batched_get_blocking([keys[0], key(9)])[1] is None
         assert {memory.get_ref_count() for memory in chunks} == {1}
+        for memory in chunks:
+            memory.ref_count_down()
 
 
 def wait_for(made: Any, ended: int, seconds: float = 30.0) -> None:

@@ -6,7 +6,6 @@ import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import pytest
 
@@ -78,10 +77,16 @@ class Server:
         self._client.close()
 
 
-@pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[Daemon]:
-    with Daemon(tmp_path, 64 << 20) as made:
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    with Daemon(tmp_path_factory.mktemp("store"), 64 << 20) as made:
         yield made
+
+
+@pytest.fixture
+def daemon(running: Daemon) -> Daemon:
+    running.empty()
+    return running
 
 
 @pytest.fixture

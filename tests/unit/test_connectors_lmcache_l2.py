@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import select
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,10 +23,16 @@ def module() -> Iterator[Any]:
         yield made
 
 
-@pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[Daemon]:
-    with Daemon(tmp_path, 64 << 20) as made:
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    with Daemon(tmp_path_factory.mktemp("store"), 64 << 20) as made:
         yield made
+
+
+@pytest.fixture
+def daemon(running: Daemon) -> Daemon:
+    running.empty()
+    return running
 
 
 def objects(count: int, dtype: Any = BFLOAT16) -> list[MemoryObj]:

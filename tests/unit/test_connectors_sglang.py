@@ -6,7 +6,6 @@ import os
 import random
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,10 +33,16 @@ def module() -> Iterator[Any]:
         yield made
 
 
-@pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[Daemon]:
-    with Daemon(tmp_path, 64 << 20) as made:
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    with Daemon(tmp_path_factory.mktemp("store"), 64 << 20) as made:
         yield made
+
+
+@pytest.fixture
+def daemon(running: Daemon) -> Daemon:
+    running.empty()
+    return running
 
 
 def backend(module: Any, socket: str, pool: Any = None, zero_copy: int = 1, **changes: Any) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,10 +30,16 @@ def module() -> Iterator[Any]:
         yield made
 
 
-@pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[Daemon]:
-    with Daemon(tmp_path, 64 << 20) as made:
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    with Daemon(tmp_path_factory.mktemp("store"), 64 << 20) as made:
         yield made
+
+
+@pytest.fixture
+def daemon(running: Daemon) -> Daemon:
+    running.empty()
+    return running
 
 
 def model(dtype: Any = BFLOAT16, **changes: Any) -> Any:
@@ -166,11 +171,11 @@ def test_a_store_too_small_restores_what_is_left_and_nothing_wrong(module, tmp_p
     with Daemon(tmp_path, 1 << 20) as daemon:  # about 30 prompts
         prefixes = module.KvcsPrefixCache(model(), block_tokens=16, socket=daemon.socket)
         lengths = []
-        for prompt in range(60):
+        for prompt in range(45):
             tokens = [prompt, *TOKENS]
             prefixes.save(tokens, computed(tokens))
             assert prefixes.flush(30)
-            for asked in {prompt, max(prompt - 45, prompt // 2)}:
+            for asked in {prompt, max(prompt - 34, 0)}:
                 tokens = [asked, *TOKENS]
                 cache = prefixes.restore(tokens)
                 lengths.append(cache.get_seq_length())
