@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 MAX_CONNECTIONS = 4096
 MAX_REQUESTS = 64  # of one connection at once; then it is not read further
 RECEIVE_BYTES = 1 << 18
+VERIFY_BYTES = 64 << 20  # of one verify request, so that its reply comes soon
 TTL_GRACE_SECONDS = 30.0  # a reservation outlives its client's deadline by this
 STOP_SECONDS = 5.0
 _SIOCOUTQ = 0x5411  # bytes the peer hasn't read, unix(7)
@@ -383,6 +384,14 @@ class Connection:
         result = await self._engine.remove_prefix(request.mountpoint, request.prefix)
         await self._send(wire.EvictReply(request.id, *result))
 
+    async def _verify(self, request: wire.Verify) -> None:
+        limit = max(1, min(request.limit_bytes, VERIFY_BYTES))
+        done = await self._engine.verify_after(request.mountpoint, request.after, limit)
+        reply = wire.VerifyReply(
+            request.id, done.entries, done.size_bytes, done.dropped, done.last, done.more
+        )
+        await self._send(reply)
+
     async def _status(self, request: wire.Status) -> None:
         await self._send(wire.StatusReply(request.id, self._engine.status()))
 
@@ -440,6 +449,7 @@ _HANDLERS: dict[type, Handler] = {
     wire.List: Connection._list,
     wire.Evict: Connection._evict,
     wire.Remove: Connection._remove,
+    wire.Verify: Connection._verify,
     wire.Status: Connection._status,
 }
 

@@ -46,6 +46,8 @@ class MountpointConfig:
     low_watermark: float = 0.005
     high_watermark: float = 0.01
     io: str = "buffered"  # or "direct"
+    durability: str = "none"  # or "fsync": what is acknowledged survives a power loss
+    scrub_rate: int = 64 << 20  # bytes a second that the background verification reads at most; 0: none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +108,9 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 _STORE_KEYS = frozenset({"socket", "socket_group", "mount", "backend", "metrics"})
-_MOUNTPOINT_KEYS = frozenset({"path", "capacity", "low_watermark", "high_watermark", "io"})
+_MOUNTPOINT_KEYS = frozenset(
+    {"path", "capacity", "low_watermark", "high_watermark", "io", "durability", "scrub_rate"}
+)
 
 
 def _table(source: str, name: str, table: Any, known: frozenset[str]) -> dict[str, Any]:
@@ -159,7 +163,16 @@ def _mountpoint(where: str, table: dict[str, Any]) -> MountpointConfig:
         low_watermark=low,
         high_watermark=high,
         io=_choice(where, "io", table.get("io", "buffered"), ("buffered", "direct")),
+        durability=_choice(where, "durability", table.get("durability", "none"), ("none", "fsync")),
+        scrub_rate=_size(where, "scrub_rate", table.get("scrub_rate", MountpointConfig.scrub_rate)),
     )
+
+
+def _size(where: str, key: str, value: Any) -> int:
+    try:
+        return parse_size(value)
+    except ValueError as exc:
+        raise ConfigError(f"{where}.{key}: {exc}") from None
 
 
 def _capacity(where: str, path: Path, value: Any) -> int:
@@ -170,10 +183,7 @@ def _capacity(where: str, path: Path, value: Any) -> int:
         stat = os.statvfs(path)
         size = int(stat.f_blocks * stat.f_frsize * float(percent[1]) / 100)
     else:
-        try:
-            size = parse_size(value)
-        except ValueError as exc:
-            raise ConfigError(f"{where}.capacity: {exc}") from None
+        size = _size(where, "capacity", value)
     if size < MIN_CAPACITY:
         raise ConfigError(f"{where}.capacity: {size} B is too small, expected at least 1MiB")
     return size

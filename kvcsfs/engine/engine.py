@@ -40,6 +40,7 @@ MAX_VALUE_BYTES = 4 << 30
 CHECKPOINT_SECONDS = 60.0
 MAX_TTL_SECONDS = 3600.0
 EXPIRY_SECONDS = 1.0
+VERIFY_ENTRIES = 256  # of one step of a verification
 
 
 @dataclasses.dataclass(slots=True)
@@ -53,6 +54,17 @@ class Opened:
     entries: list[Entry | None]
     errors: dict[int, KvcsError]
     fds: list[int]
+
+
+@dataclasses.dataclass(slots=True)
+class Verified:
+    """What one step of a verification read. `last` is the key where the next goes on, if there is `more`."""
+
+    entries: int
+    size_bytes: int
+    dropped: list[str]
+    last: str
+    more: bool
 
 
 class Engine:
@@ -85,12 +97,14 @@ class Engine:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Recover in the background and serve; at the end write the snapshots. Sessions must be closed before."""
+        gc.disable()  # it would look at all the entries again and again while they are made
         try:
             async with trio.open_nursery() as nursery:
                 for volume in self.volumes:
                     nursery.start_soon(self._recover, volume)
                     nursery.start_soon(volume.keep_room)
                     nursery.start_soon(volume.reclaim_loose)
+                    nursery.start_soon(volume.scrub.run)
                 nursery.start_soon(self._expire)
                 nursery.start_soon(self._checkpoints)
                 try:
@@ -98,6 +112,7 @@ class Engine:
                 finally:
                     nursery.cancel_scope.cancel()
         finally:
+            gc.enable()
             for session in list(self._sessions):
                 await self.close_session(session)
             for volume in self.volumes:
@@ -110,8 +125,11 @@ class Engine:
             except OSError as exc:  # the other mountpoints serve; this one misses and is busy
                 log.warning("%s: can't be read, trying again: %s", volume.config.path, exc.strerror)
                 await trio.sleep(RETRY_SECONDS)
-        gc.collect()
+        if any(v.recovering for v in self.volumes):
+            return
+        # Entries are millions of long-lived objects; a full collection over them would stop the loop for seconds.
         gc.freeze()
+        gc.enable()
         log.info("%s: %d entries", volume.config.path, len(volume.catalog.index))
 
     async def recovered(self) -> None:
@@ -127,8 +145,7 @@ class Engine:
                     await volume.checkpoint()
                 except OSError as exc:
                     log.warning("%s: no checkpoint: %s", volume.config.path, exc.strerror)
-            # Entries are millions of long-lived objects; a full collection over them would stop the loop for seconds.
-            gc.freeze()
+            gc.freeze()  # what was added meanwhile
 
     async def _expire(self) -> None:
         while True:
@@ -195,12 +212,16 @@ class Engine:
         names: Sequence[str],
         renew: bool = True,
         temporaries: bool = False,
+        verify: bool = False,
     ) -> Opened:
-        """Look keys up and pin what is there, under one lease. With `renew` its release counts as a use."""
+        """Look keys up and pin what is there, under one lease. With `renew` its release counts as a use.
+
+        With `verify` what is unproven is read and compared first: for a face whose readers can't do that.
+        """
         volume = self.volume(index)
         if volume.settling:
             await volume.settled(names)
-        entries, errors = await volume.open(session, names, temporaries)
+        entries, errors = await volume.open(session, names, temporaries, verify)
         hits = [e for e in entries if e is not None]
         if not hits:
             return Opened(0, entries, errors, [])
@@ -444,6 +465,22 @@ class Engine:
     async def verify_many(self, index: int, names: Sequence[str]) -> list[int]:
         """Read values and drop what is wrong; sizes, 0 for absent or dropped."""
         return await self.volume(index).verify(names)
+
+    async def verify_after(self, index: int, after: str, limit_bytes: int) -> Verified:
+        """Read the values of the keys that follow `after`, about `limit_bytes` of them, and drop what is wrong."""
+        volume = self.volume(index)
+        batch: list[Entry] = []
+        page = await self.page(index, "", after, VERIFY_ENTRIES)
+        size = 0
+        for entry in page:
+            batch.append(entry)
+            size += entry.size
+            if size >= limit_bytes:
+                break
+        dropped = await volume.verify_entries(batch, unreadable_too=True)
+        last = batch[-1].key if batch else ""
+        more = len(batch) < len(page) or len(page) == VERIFY_ENTRIES
+        return Verified(len(batch), size, [e.key for e in dropped], last, more)
 
     def status(self) -> dict[str, Any]:
         """Figures for people and for metrics."""

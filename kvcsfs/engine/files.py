@@ -25,7 +25,7 @@ class Files:
     def __init__(self, store: SlotStore) -> None:
         self._store = store
         self._limiter = trio.CapacityLimiter(THREADS)
-        self._slow_until = 0.0 if store.is_local else float("inf")
+        self._slow_until = 0.0 if store.is_local and not store.durable else float("inf")
 
     async def run(self, job: Callable[[*Ts], T], *args: *Ts) -> T:
         """Run file work in a thread."""
