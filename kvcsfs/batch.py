@@ -105,7 +105,7 @@ def listen(path: Path, group: str) -> socket.socket:
     """Bind the socket, mode 0660; its directory is made, the socket of a dead daemon replaced."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        gid = grp.getgrnam(group).gr_gid if group else -1
+        gid = grp.getgrnam(group).gr_gid if group else None
         path.parent.mkdir(parents=True, exist_ok=True)
         _clear_stale(path)
         mask = os.umask(0o117)
@@ -113,7 +113,8 @@ def listen(path: Path, group: str) -> socket.socket:
             listener.bind(str(path))
         finally:
             os.umask(mask)
-        os.chown(path, -1, gid)
+        if gid is not None:
+            os.chown(path, -1, gid)
         listener.listen(1024)
         listener.setblocking(False)
     except KeyError:

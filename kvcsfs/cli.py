@@ -6,6 +6,7 @@ Exit status: 0 done, 1 failed, 2 wrong arguments or configuration.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import logging
 import signal
@@ -105,14 +106,13 @@ def _size(text: str) -> int:
 def _serve(arguments: argparse.Namespace) -> None:
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     flags = {name: getattr(arguments, name) for name in ("data", "capacity", "mount", "socket", "metrics")}
-    config = load(arguments.config, flags)
     try:
         from kvcsfs.daemon import run  # the SDK's install has no trio
     except ModuleNotFoundError as exc:
         raise ConfigError(
             f"the daemon needs {exc.name}; install it with: pip install 'kvcsfs[daemon]'"
         ) from exc
-    run(config)
+    run(functools.partial(load, arguments.config, flags))
 
 
 def _status(arguments: argparse.Namespace) -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
@@ -26,13 +27,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 EARLY_SECONDS = 2.0  # a recovery that takes longer goes on while the store answers
+RELOAD_SECONDS = 10.0
 STOP_SECONDS = 60.0  # then the process ends whatever still hangs
 
 
-def run(config: Config) -> None:
-    """Serve until SIGTERM or SIGINT. Raises ConfigError when it can't start."""
+def run(read: Callable[[], Config]) -> None:
+    """Serve what `read` says until SIGTERM or SIGINT; SIGHUP reads again. Raises ConfigError when it can't start."""
     try:
-        trio.run(_serve, config, restrict_keyboard_interrupt_to_checkpoints=True)
+        trio.run(_serve, read, restrict_keyboard_interrupt_to_checkpoints=True)
     except* ConfigError as group:
         raise _first(group) from None
 
@@ -44,8 +46,9 @@ def _first(group: BaseExceptionGroup[ConfigError]) -> BaseException:
     return exc
 
 
-async def _serve(config: Config) -> None:
-    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+async def _serve(read: Callable[[], Config]) -> None:
+    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
+        config = read()
         engine = Engine(config)
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(engine.running())
@@ -59,6 +62,9 @@ async def _serve(config: Config) -> None:
             mount = await _mount(engine, config, nursery)
             _announce(config)
             async for number in signals:
+                if number == signal.SIGHUP:
+                    await _reload(engine, read)
+                    continue
                 log.info("stopping on %s", signal.Signals(number).name)
                 break
             notify("STOPPING=1")
@@ -76,6 +82,21 @@ async def _mount(engine: Engine, config: Config, nursery: trio.Nursery) -> Mount
     mount = Mount(engine, config.mount)
     await mount.start(nursery)
     return mount
+
+
+async def _reload(engine: Engine, read: Callable[[], Config]) -> None:
+    """Read the configuration again. One that can't be taken is told, and the old one stays."""
+    notify(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
+    outcome = "configuration reloaded"
+    try:
+        with trio.fail_after(RELOAD_SECONDS):  # it looks at the backing directories, and one may hang
+            engine.reload(await trio.to_thread.run_sync(read, abandon_on_cancel=True))
+    except ConfigError as exc:
+        outcome = f"not reloaded: {exc}"
+    except trio.TooSlowError:
+        outcome = "not reloaded: a backing directory doesn't answer"
+    log.info("%s", outcome)
+    notify(f"READY=1\nSTATUS={outcome}")
 
 
 def _announce(config: Config) -> None:

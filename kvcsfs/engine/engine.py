@@ -26,6 +26,7 @@ from kvcsfs.engine.entry import Entry
 from kvcsfs.engine.session import Lease, Session, Staged
 from kvcsfs.engine.volume import Volume, Watcher
 from kvcsfs.errors import (
+    ConfigError,
     ExistsError,
     InvalidKeyError,
     InvalidValueError,
@@ -40,6 +41,7 @@ MAX_VALUE_BYTES = 4 << 30
 CHECKPOINT_SECONDS = 60.0
 MAX_TTL_SECONDS = 3600.0
 EXPIRY_SECONDS = 1.0
+RELOADED = frozenset({"mountpoints"})  # settings that `reload` takes; of mountpoints, capacity and watermarks
 
 
 @dataclasses.dataclass(slots=True)
@@ -102,6 +104,23 @@ class Engine:
                 await self.close_session(session)
             for volume in self.volumes:
                 await volume.close()
+
+    def reload(self, config: Config) -> None:
+        """Take the capacities and watermarks of another configuration.
+
+        Raises ConfigError, which names what needs a restart; then nothing has changed.
+        """
+        settings = [f.name for f in dataclasses.fields(Config) if f.name not in RELOADED]
+        changed = [
+            f"store.{name}" for name in settings if getattr(config, name) != getattr(self.config, name)
+        ]
+        if [(m.path, m.io) for m in config.mountpoints] != [(m.path, m.io) for m in self.config.mountpoints]:
+            changed.append("the paths or io of [[mountpoints]]")
+        if changed:
+            raise ConfigError(f"{changed[0]} can't change without a restart; nothing was reloaded")
+        self.config = config
+        for volume, mountpoint in zip(self.volumes, config.mountpoints, strict=True):
+            volume.resize(mountpoint)
 
     async def _recover(self, volume: Volume) -> None:
         await volume.recover()

@@ -451,14 +451,26 @@ class Volume:
         if self.catalog.room < ledger.capacity * self.config.low_watermark:
             self._low.set()
 
+    def resize(self, config: MountpointConfig) -> None:
+        """Take another capacity and other watermarks. What doesn't fit any more is evicted in the background."""
+        self.config = config
+        self.catalog.ledger.capacity = config.capacity
+        self._low.set()
+
     async def keep_room(self) -> None:
         """Background: when less than the low watermark is free, evict up to the high one."""
         while True:
             await self._low.wait()
             self._low = trio.Event()
-            goal = self.catalog.ledger.capacity * self.config.high_watermark
-            while batch := self._oldest(goal - self.catalog.room):
-                await self._evict(batch)
+            if not self.recovering:
+                await self._clear(self.catalog.ledger.capacity * self.config.high_watermark)
+
+    async def _clear(self, goal: float) -> None:
+        """Evict until `goal` bytes can be had without an eviction; then bring the files within the capacity."""
+        while batch := self._oldest(goal - self.catalog.room):
+            await self._evict(batch)
+        while self.catalog.ledger.free < 0 and (free := self.catalog.drop_free()):
+            await self._files(jobs.drop, self.store, free)
 
     def _oldest(self, missing: float) -> list[Entry]:
         """The next victims for `missing` bytes, a batch at most."""
@@ -509,10 +521,7 @@ class Volume:
         for slot in found.free_slots:
             self.catalog.add_free(slot)
         self.extras.update(found.extras)
-        while batch := self._oldest(-self.catalog.room):
-            await self._evict(batch)
-        while self.catalog.ledger.free < 0 and (free := self.catalog.drop_free()):
-            await self._files(jobs.drop, self.store, free)
+        await self._clear(0)
         self.recovering = False
 
     async def checkpoint(self, clean: bool = False) -> None:
