@@ -6,7 +6,7 @@ import contextlib
 import errno
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -154,7 +154,7 @@ class KvcsLowLevelClient:
         keys = check_types(keys)
         statuses = check_keys(keys, self._core.max_key_size)
         renew, index = bool(options.renew), options.mountpoint_index
-        with self._measure("exists", statuses, ()):
+        with self._call("exists", statuses, ()):
             places = open_places(statuses)
             try:
                 ask(
@@ -241,7 +241,7 @@ class KvcsLowLevelClient:
             raise TypeError("items must be a sequence of LLPutItem")
         sources = [check_source(item.value, "value") for item in items]
         put = Put(self._core, keys, sources, deadline, options.mountpoint_index, options.if_exists)
-        with self._measure("put", put.statuses, put.sizes):
+        with self._call("put", put.statuses, put.sizes):
             put.run()
         return [LLPutResult(status, "", key) for status, key in zip(put.statuses, keys, strict=True)]
 
@@ -252,7 +252,7 @@ class KvcsLowLevelClient:
         deadline, options = self._begin(deadline_s, opts)
         keys = check_types(keys)
         statuses, index = check_keys(keys, self._core.max_key_size), options.mountpoint_index
-        with self._measure("delete", statuses, ()):
+        with self._call("delete", statuses, ()):
             try:
                 ask(self._core, keys, statuses, lambda id_, sent: wire.Delete(id_, index, sent), deadline)
             except KvcsError as exc:
@@ -302,15 +302,20 @@ class KvcsLowLevelClient:
     ) -> Get:
         renew = options.renew is not False
         get = Get(self._core, keys, targets, deadline, options.mountpoint_index, renew)
-        with self._measure("get", get.statuses, get.statuses):
+        with self._call("get", get.statuses, get.statuses):
             get.run()
         return get
 
-    def _measure(
-        self, op: str, statuses: Sequence[int], sizes: Sequence[int]
-    ) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def _call(self, op: str, statuses: Sequence[int], sizes: Sequence[int]) -> Iterator[None]:
+        """Count a call where metrics are on, and name it in what it raises."""
         meter = self._core.meter
-        return _NOTHING if meter is None else meter.batch(op, statuses, sizes)
+        try:
+            with _NOTHING if meter is None else meter.batch(op, statuses, sizes):
+                yield
+        except KvcsError as exc:
+            exc.op = op
+            raise
 
     def _forget(self) -> None:
         self._end.detach()

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from kvcsfs import wire
 from kvcsfs.errors import KvcsError, KvcsTimeoutError, KvcsUnavailableError, ProtocolError
 from kvcsfs.sdk.deadline import Deadline
+from kvcsfs.sdk.outbox import Outbox
 
 RECEIVE_BYTES = 256 << 10
 # one group of descriptors to a recvmsg; the kernel never joins two (unix_stream_read_generic)
@@ -76,17 +77,13 @@ class Connection:
         self._waiters: dict[int, Waiter] = {}
         self._orphans = 0
         self._parked: dict[Waiter, None] = {}
-        self._leading = self._draining = self._flushing = False
+        self._leading = self._draining = False
         self._frames = wire.FrameBuffer()
         self._buffer = bytearray(RECEIVE_BYTES)
         self._groups: deque[tuple[list[int], bool]] = deque()
         self._readable = select.poll()
         self._readable.register(sock, select.POLLIN)
-        self._writable = select.poll()
-        self._writable.register(sock, select.POLLOUT)
-        self._send_lock = threading.Lock()
-        self._unsent = bytearray()  # rest of what `send` could not take; goes first. Under `_send_lock`
-        self._posted: deque[bytearray] = deque()  # one-way frames
+        self._outbox = Outbox(sock, spawn, self)
 
     @property
     def alive(self) -> bool:
@@ -106,9 +103,13 @@ class Connection:
         frame = wire.encode(message)
         waiter = Waiter(message.id)
         with self._lock:
-            self._raise_error()
+            self.raise_error()
             self._waiters[waiter.id] = waiter
-        if not self._send(frame, waiter, deadline):
+        unsent = self._outbox.send(frame, deadline)
+        if unsent:
+            if unsent == len(frame):
+                with self._lock:
+                    self._waiters.pop(waiter.id, None)
             self.abandon(waiter)
             raise KvcsTimeoutError("the daemon did not take the request before the deadline")
         return waiter
@@ -155,7 +156,7 @@ class Connection:
                 if ready():
                     self._wake_a_leader()
                     return True
-                self._raise_error()
+                self.raise_error()
                 lead = not self._leading
                 if lead:
                     self._leading = True
@@ -174,7 +175,7 @@ class Connection:
             return True
         except KvcsError as exc:
             self.fail(exc)
-            self._raise_error()  # the first reason: close() ends the connection too
+            self.raise_error()  # the first reason: close() ends the connection too
             raise
         except BaseException:
             self.fail(KvcsUnavailableError("the connection was interrupted"))  # what was read may be lost
@@ -183,7 +184,7 @@ class Connection:
             with self._lock:
                 self._leading = False
                 self._wake_a_leader()
-            self._close_if_idle()
+            self.close_if_idle()
 
     def _unpark(self, waiter: Waiter) -> bool:
         """Give up waiting for the bell; False if it rang in this moment, and was meant for us."""
@@ -280,86 +281,15 @@ class Connection:
             if tokens:
                 self.post(wire.Abort(0, tokens))
 
-    # -- sending
-
-    def _send(self, frame: bytearray, waiter: Waiter, deadline: Deadline) -> bool:
-        """Send a request after what waits before it; False if the deadline passed.
-
-        Then it is taken back if none of it was sent, else its rest goes with the next message: it is never torn.
-        """
-        if not self._send_lock.acquire(timeout=deadline.lock_seconds()):
-            self._forget_waiter(waiter)
-            return False
-        try:
-            self._collect_posted()
-            self._unsent += frame
-            sent = self._flush(deadline)
-            if not sent and len(self._unsent) >= len(frame):
-                del self._unsent[-len(frame) :]
-                self._forget_waiter(waiter)
-            return sent
-        except BaseException:
-            self.fail(KvcsUnavailableError("the connection was interrupted"))  # nobody knows what was sent
-            raise
-        finally:
-            self._send_lock.release()
-            self._send_posted()
-            self._close_if_idle()
-
-    def _forget_waiter(self, waiter: Waiter) -> None:
-        with self._lock:
-            self._waiters.pop(waiter.id, None)
-
     def post(self, message: wire.Request) -> None:
-        """Send a one-way message without waiting: what the socket can't take now goes before anything else."""
+        """Send a one-way message without waiting; it goes out before any later one."""
         if self._error is None:
-            self._posted.append(wire.encode(message))
-            self._send_posted()
-
-    def _send_posted(self) -> None:
-        # Whoever holds the lock looks again after releasing it, so nothing posted meanwhile is left behind.
-        while self._posted and self._send_lock.acquire(blocking=False):
-            try:
-                self._collect_posted()
-                if self._error is not None or self._flush(Deadline(0)):
-                    continue
-            except KvcsError:
-                return  # dead: its reader says so
-            finally:
-                self._send_lock.release()
-            if not self._flushing:
-                self._flushing = True
-                self._spawn(self._flush_later)
-
-    def _flush_later(self) -> None:
-        with contextlib.suppress(KvcsError), self._send_lock:
-            self._flushing = False
-            self._collect_posted()
-            self._flush(Deadline())
-        self._close_if_idle()
-
-    def _collect_posted(self) -> None:
-        while self._posted:
-            self._unsent += self._posted.popleft()
-
-    def _flush(self, deadline: Deadline) -> bool:
-        """Send what is unsent; the caller holds the send lock."""
-        while self._unsent:
-            self._raise_error()
-            try:
-                del self._unsent[: self._sock.send(self._unsent, socket.MSG_NOSIGNAL)]
-            except BlockingIOError:
-                if not self._writable.poll(deadline.poll_ms()):
-                    return False
-            except OSError as exc:
-                self.fail(
-                    KvcsUnavailableError(f"the connection to the daemon broke: {os.strerror(exc.errno or 0)}")
-                )
-        return True
+            self._outbox.post(wire.encode(message))
+            self.close_if_idle()
 
     # -- the end
 
-    def _raise_error(self) -> None:
+    def raise_error(self) -> None:
         if self._error is not None:
             raise type(self._error)(self._error.message)
 
@@ -374,11 +304,11 @@ class Connection:
                 self._wake(waiter)
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)  # whoever is in poll() comes back
-        self._close_if_idle()
+        self.close_if_idle()
 
-    def _close_if_idle(self) -> None:
+    def close_if_idle(self) -> None:
         """Close the socket once dead and nobody is in a call on it: its number may be another file's a moment later."""
-        if self._error is None or not self._send_lock.acquire(blocking=False):
+        if self._error is None or not self._outbox.lock.acquire(blocking=False):
             return
         try:
             with self._lock:
@@ -388,7 +318,7 @@ class Connection:
                 while self._groups:
                     close_fds(self._groups.popleft()[0])
         finally:
-            self._send_lock.release()
+            self._outbox.lock.release()
 
     def forget(self) -> None:
         """In a forked child: drop the copy of the socket; the parent's connection is not touched."""

@@ -120,9 +120,11 @@ class Reading(Transfer):
                 target = data[places[j]] = uninitialised(size)
             else:
                 target = targets[j]
-            if size > step or self._direct or isinstance(target, list) or len(target) != size:
+            if size > step or self._direct or isinstance(target, list) or len(target) < size:
                 self._read_steps(hits, j, step)
                 continue
+            if len(target) > size:
+                target = memoryview(target)[:size]
             try:
                 n = preadv(fds[j], (target,), 0, flags)
             except OSError:  # EAGAIN: not cached; EOPNOTSUPP: the file system can't tell

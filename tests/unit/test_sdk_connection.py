@@ -219,7 +219,7 @@ def test_nothing_stays_open_after_thousands_of_batches(daemon):
             )
         for _ in range(100):
             assert put(client, "a", "b") == [0, 0]
-        assert open_fds() == fds
+        assert open_fds() < fds + 10  # not one a batch; other tests may still be closing theirs
         workers = [thread.name for thread in threading.enumerate() if thread.name.startswith("kvcs-")]
         assert workers.count("kvcs-get") <= 4
         assert workers.count("kvcs-set") <= 4

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvcsfs import wire
-from kvcsfs.errors import KvcsClosedError, KvcsError, KvcsTimeoutError, KvcsUnavailableError
+from kvcsfs.errors import KvcsClosedError, KvcsCode, KvcsError, KvcsTimeoutError, KvcsUnavailableError
 from kvcsfs.sdk import KvcsLowLevelClient, LLBatchOptions, LLGetItemOpt, LLPutItem
 from tests.sdk.fake_daemon import FakeDaemon
 
@@ -228,6 +228,10 @@ def test_no_daemon(tmp_path):
             with pytest.raises(KvcsUnavailableError, match="no daemon at") as failure:
                 call()
             assert isinstance(failure.value, ConnectionError)
+            error = failure.value
+            assert (error.code, error.errno) == (KvcsCode.UNAVAILABLE, errno.ENOTCONN)
+            assert str(error) == f"{error.op}: {error.message}"
+            assert error.op in {"get", "exists"}
         assert put(client, ("a", b"v"), ("", b"v")) == [-errno.ENOTCONN, -errno.EINVAL]
         assert client.ll_batch_delete(["a"]) == [-errno.ENOTCONN]
 

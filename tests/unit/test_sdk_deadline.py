@@ -118,7 +118,7 @@ def test_a_late_reply_is_given_back(client, daemon):
     daemon.resume.set()
     assert daemon.wait_for(wire.Release)[0].lease == 77
     assert daemon.wait_for(wire.Abort)[0].tokens == [1]
-    wait_until(lambda: open_fds() == before)
+    wait_until(lambda: open_fds() <= before)
     assert not daemon.reserved
 
 
@@ -176,7 +176,7 @@ def test_a_disk_that_hangs_never_writes_the_callers_memory_later(daemon, disk, s
         assert disk.asked.is_set()
         assert daemon.wait_for(wire.Release)  # before the call returned, though a worker still reads
         disk.answers.set()
-        wait_until(lambda: open_fds() == before)  # closed by the last worker to come back
+        wait_until(lambda: open_fds() <= before)  # closed by the last worker to come back
         assert buffers == [bytes(size), b"\x02" * 100]
         assert [r.status for r in client.ll_batch_get_into_items(items, buffers)] == [size, 100]
         assert buffers[0] == value
@@ -208,7 +208,7 @@ def test_a_put_that_times_out_is_never_committed(daemon, disk, size):
         assert [r.status for r in results] == [-errno.ETIMEDOUT]
         assert daemon.wait_for(wire.Abort)[0].tokens == [1]
         disk.answers.set()
-        wait_until(lambda: open_fds() == before)
+        wait_until(lambda: open_fds() <= before)
         assert daemon.count()["Commit"] == 0
         assert [r.status for r in client.ll_batch_put([LLPutItem("a", b"again")])] == [0]
         assert daemon.value("a") == b"again"

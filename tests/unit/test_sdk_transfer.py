@@ -262,7 +262,7 @@ def test_a_pools_buffer_stays_out_of_use_while_a_worker_reads_into_it(daemon, di
     pool = BufferPool(1, 8192)
     with KvcsLowLevelClient(daemon.path) as client:
         with pool.take(1) as buffers, pytest.raises(KvcsTimeoutError):
-            client.ll_batch_get_into_items([LLGetItemOpt("a")], buffers, 0.05)
+            client.ll_batch_get_into_items([LLGetItemOpt("a")], buffers, 0.3)
         assert asked.is_set()
         with pytest.raises(TimeoutError), pool.take(1, timeout_s=0.01):
             pass
