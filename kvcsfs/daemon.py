@@ -13,6 +13,7 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
 import trio
+import trio.lowlevel
 
 from kvcsfs.batch import BatchFace
 from kvcsfs.config import Config
@@ -28,7 +29,8 @@ log = logging.getLogger(__name__)
 
 EARLY_SECONDS = 2.0  # a recovery that takes longer goes on while the store answers
 RELOAD_SECONDS = 10.0
-STOP_SECONDS = 60.0  # then the process ends whatever still hangs
+STOP_SECONDS = 90.0  # then the process ends whatever still runs; systemd would kill it after 120
+STILL_SECONDS = 15.0  # the same when the event loop doesn't turn
 
 
 def run(read: Callable[[], Config]) -> None:
@@ -106,15 +108,26 @@ def _announce(config: Config) -> None:
 
 
 def _bound_the_stop() -> None:
-    """A file call that never returns can't be cancelled; every committed value is on disk without us."""
+    """End the process when the event loop stands still, or the stop takes for ever: committed values are on disk.
 
-    def give_up() -> None:
-        log.error("not stopped after %.0f s, ending anyway", STOP_SECONDS)
+    A file system that hangs is given up by its lane within seconds; a large snapshot may take its time.
+    """
+    turned = begun = time.monotonic()
+
+    async def turn() -> None:
+        nonlocal turned
+        while True:
+            turned = time.monotonic()
+            await trio.sleep(1)
+
+    def watch() -> None:
+        while max(time.monotonic() - turned - STILL_SECONDS, time.monotonic() - begun - STOP_SECONDS) < 0:
+            time.sleep(1)
+        log.error("not stopped after %.0f s, ending anyway", time.monotonic() - begun)
         os._exit(1)
 
-    timer = threading.Timer(STOP_SECONDS, give_up)
-    timer.daemon = True
-    timer.start()
+    trio.lowlevel.spawn_system_task(turn)
+    threading.Thread(target=watch, name="kvcsfs-stop", daemon=True).start()
 
 
 def notify(state: str) -> None:

@@ -33,6 +33,8 @@ FOLDERS = 256
 READ_CHUNK = 1 << 20
 ALLOCATION_SLACK = 1 << 20  # extent blocks that a file system counts to a file, never ours to limit
 _MEMORY = frozenset({"tmpfs", "ramfs"})
+# Where closing a descriptor waits for nobody. Elsewhere it asks a server: FUSE and NFS flush at every close.
+_LOCAL = _MEMORY | {"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "zfs", "bcachefs", "overlay"}
 _AT_FDCWD = -100
 _STATX_DIOALIGN = 0x2000
 _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW
@@ -72,7 +74,9 @@ class SlotStore:
             os.close(self._lock)
             raise ConfigError(f'{path}: the file system has no direct I/O, expected io = "buffered"')
         self._client_flags = os.O_DIRECT if direct else 0
-        self.in_memory = self._file_system() in _MEMORY
+        kind = self._file_system()
+        self.in_memory = kind in _MEMORY
+        self.local = kind in _LOCAL
         self._numbers = itertools.count((self.epoch << 40) + 1)
 
     def close(self) -> None:
@@ -142,6 +146,14 @@ class SlotStore:
                 if left.split()[2] == wanted:
                     return right.split()[0]
         return ""
+
+    def probe(self) -> None:
+        """Ask the file system for something small that it can't answer from a cache; an error is an answer."""
+        try:
+            os.close(os.open("probe", os.O_WRONLY | os.O_CREAT | _FLAGS, 0o600, dir_fd=self._slots))
+            os.unlink("probe", dir_fd=self._slots)
+        except OSError as exc:
+            log.debug("%s: the probe got: %s", self.path, exc.strerror)
 
     def number(self) -> int:
         """A number that was never given before, in this life or an earlier one: slot ids and generations."""

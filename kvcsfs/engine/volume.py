@@ -19,13 +19,13 @@ from kvcsfs.engine import jobs, recovery
 from kvcsfs.engine.catalog import FREE_SLOTS_SHARE, Catalog
 from kvcsfs.engine.descriptors import Descriptors
 from kvcsfs.engine.entry import BLOCK, TEMPORARY, UNPROVEN, Entry, charge, flags_of
+from kvcsfs.engine.lane import Lane
 from kvcsfs.engine.session import Session, Staged
 from kvcsfs.engine.store import SlotStore, now
 from kvcsfs.errors import BackingError, BusyError, CapacityError, ExistsError, KvcsError, NotFoundError
 
 log = logging.getLogger(__name__)
 
-THREADS = 16
 EVICT_BATCH = 64  # victims of one background trip; a put waits for no more than that
 RETRY_SECONDS = 5.0
 KNOWN_SIZES = 4096
@@ -66,7 +66,7 @@ class Volume:
         )
         self._watch = watch
         self._sizes: dict[int, int] = {}  # one int object for all values of a size
-        self._limiter = trio.CapacityLimiter(THREADS)
+        self.lane = Lane(str(config.path), self.store.probe)
         self._claimed: dict[str, trio.Event] = {}
         self._reclaiming: set[Entry] = set()
         self._keeping = 0  # bytes on the way to be free slots
@@ -77,9 +77,14 @@ class Volume:
 
     async def _files(self, job: Callable[[*Ts], T], *args: *Ts) -> T:
         """Run file work in a thread, to its end."""
-        with trio.CancelScope(shield=True):
-            result = await trio.to_thread.run_sync(job, *args, limiter=self._limiter)
-        return result
+        return await self.lane.files(job, *args)
+
+    async def close_fds(self, fds: Sequence[int]) -> None:
+        """Close descriptors of object files, in a thread where that may wait for a server."""
+        if self.store.local:
+            jobs.close_all(fds)
+        elif fds:
+            await self._files(jobs.close_all, fds)
 
     @asynccontextmanager
     async def _claim(self, names: Collection[str]) -> AsyncIterator[None]:
@@ -124,22 +129,29 @@ class Volume:
         """
         found = self.lookup(names, temporaries)
         hits = [e for e in found if e is not None]
+        if hits:
+            self.lane.check()
+        missed = found.count(None)
+        self.counters["misses"] += missed
+        self.counters["hits"] += len(hits)
         self.catalog.pin(hits)
         table = self.descriptors.of(session.user)
         cold = list(dict.fromkeys(e for e in hits if e not in table))  # a key may come twice in a batch
-        errors = await self._open_cold(table, cold, found) if cold else {}
-        missed = found.count(None)
-        self.counters["misses"] += missed
-        self.counters["hits"] += len(found) - missed
-        return found, errors
+        if not cold:
+            return found, {}
+        return await self.lane.step(self._open_cold, table, cold, found, undo=self._unopen)
+
+    async def _unopen(self, opened: tuple[list[Entry | None], dict[int, KvcsError]]) -> None:
+        self.release([e for e in opened[0] if e is not None])
 
     async def _open_cold(
         self, table: dict[Entry, int], cold: Sequence[Entry], found: list[Entry | None]
-    ) -> dict[int, KvcsError]:
+    ) -> tuple[list[Entry | None], dict[int, KvcsError]]:
         """Open descriptors. An entry whose file is gone leaves and is a miss; other failures are returned."""
         opened = dict(zip(cold, await self._files(jobs.open_many, self.store, cold), strict=True))
         errors: dict[int, KvcsError] = {}
         lost: list[Entry] = []
+        spare: list[int] = []
         for i, entry in enumerate(found):
             outcome = opened.get(entry) if entry is not None else None
             if entry is None or outcome is None:
@@ -147,7 +159,7 @@ class Volume:
             if isinstance(outcome, int):
                 opened.pop(entry)
                 if table.setdefault(entry, outcome) != outcome:  # another request was faster
-                    jobs.close_all([outcome])
+                    spare.append(outcome)
                 continue
             found[i] = None
             lost.append(entry)
@@ -158,15 +170,14 @@ class Volume:
                 self.catalog.remove(entry)
                 self._watch(self.index, [entry.key])
         self.release(lost)
-        jobs.close_all(self.descriptors.surplus())
-        return errors
+        await self.close_fds([*spare, *self.descriptors.surplus()])
+        return found, errors
 
     async def descriptor(self, session: Session, entry: Entry) -> int:
         """The session's descriptor of a pinned entry. Raises BackingError, and the pin is gone."""
         table = self.descriptors.of(session.user)
         if entry not in table:
-            found: list[Entry | None] = [entry]
-            errors = await self._open_cold(table, [entry], found)
+            found, errors = await self._open_cold(table, [entry], [entry])
             if found[0] is None:
                 raise errors.get(0) or BackingError("opening an object file: it is gone")
         return table[entry]
@@ -274,6 +285,12 @@ class Volume:
         self._watch(self.index, [e.key for e in committed])
         self.catalog.retire_staged(dropped)
         await self.reclaim([*dropped, *self.catalog.unpin(held)])
+
+    async def give_up(self, session: Session, staged: Sequence[Staged]) -> None:
+        """Undo reservations that nobody waited for, or whose session has ended."""
+        await self.close_fds([s.fd for s in staged])
+        session.reserved -= sum(s.charged for s in staged)
+        await self.abort(staged)
 
     async def abort(self, staged: Iterable[Staged]) -> None:
         """Give reservations and their files back."""
@@ -385,9 +402,10 @@ class Volume:
         staged.entry.size = size
         staged.charged = charge(size)
 
-    async def close_file(self, staged: Staged) -> None:
-        """Close the descriptor of a grown file that will be aborted."""
+    async def drop_file(self, staged: Staged) -> None:
+        """Close and abort a grown file."""
         await self._files(jobs.close_all, [staged.fd])
+        await self.abort([staged])
 
     # -- eviction and reclaim
 
@@ -516,7 +534,7 @@ class Volume:
 
     async def recover(self) -> None:
         """Fill the catalog from the snapshot or the footers; entries over the capacity leave, oldest first."""
-        found = await trio.to_thread.run_sync(recovery.recover, self.store, limiter=self._limiter)
+        found = await self._files(recovery.recover, self.store)
         self.catalog.load(found.entries)
         for slot in found.free_slots:
             self.catalog.add_free(slot)
@@ -542,14 +560,20 @@ class Volume:
 
     async def close(self) -> None:
         """Write the last snapshot and give the directory up. Without one the next start reads the footers."""
+        try:
+            await self.lane.step(self._close)
+        except BackingError:  # its descriptors go with the process: closing them would wait, too
+            log.warning("%s: no snapshot: the backing file system doesn't answer", self.config.path)
+
+    async def _close(self) -> None:
         await self.reclaim([e for e in self.catalog.retired if not e.pins])
         try:
             await self.checkpoint(clean=not self.catalog.retired)
         except OSError as exc:
             log.warning("%s: no snapshot: %s", self.config.path, exc.strerror)
-        jobs.close_all(self.descriptors.clear())
-        jobs.close_all(s.fd for s in self.catalog.free_slots() if s.fd >= 0)
-        self.store.close()
+        held = [s.fd for s in self.catalog.free_slots() if s.fd >= 0]
+        await self._files(jobs.close_all, [*self.descriptors.clear(), *held])
+        await self._files(self.store.close)
 
     def status(self) -> dict[str, Any]:
         """Figures of this mountpoint."""
@@ -558,7 +582,7 @@ class Volume:
         return {
             "index": self.index,
             "path": str(self.config.path),
-            "state": "recovering" if self.recovering else "ready",
+            "state": "hung" if self.lane.hung else "recovering" if self.recovering else "ready",
             "capacity_bytes": ledger.capacity,
             "used_bytes": ledger.used,
             "committed_bytes": ledger.committed,
@@ -569,6 +593,7 @@ class Volume:
             "entries": entries,
             "pinned_bytes": self.catalog.pinned,
             "descriptors": len(self.descriptors),
+            "hangs": self.lane.hangs,
             **self.counters,
         }
 

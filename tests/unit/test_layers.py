@@ -45,7 +45,7 @@ LAYERS = (
             ("kvcsfs.engine", "kvcsfs.errors", "kvcsfs.config"),
             ("trio", "sortedcontainers", "msgspec", "xxhash"),
         )
-        for name in ("kvcsfs.engine.engine", "kvcsfs.engine.volume")
+        for name in ("kvcsfs.engine.engine", "kvcsfs.engine.volume", "kvcsfs.engine.lane")
     ),
     Layer("kvcsfs.fuse", ("kvcsfs.fuse", "kvcsfs.engine", "kvcsfs.errors"), ("pyfuse3", "trio", "xxhash")),
     Layer(
