@@ -157,7 +157,7 @@ class Connection:
         self._socket = client
         self._session: Session | None = None
         self._sending = trio.Lock()
-        self._closing = trio.Lock()
+        self._closing: set[trio.Event] = set()
         self._free_places = trio.Semaphore(MAX_REQUESTS, max_value=MAX_REQUESTS)
         self._descriptors_sent = False
         self._scope = trio.CancelScope()
@@ -328,8 +328,11 @@ class Connection:
         try:
             await self._send_reserved(request.id, results, fds)
         finally:
-            async with self._closing:
-                await self._engine.close_fds(request.mountpoint, fds)
+            closed = trio.Event()
+            self._closing.add(closed)
+            await self._engine.close_fds(request.mountpoint, fds)
+            self._closing.remove(closed)
+            closed.set()
 
     async def _send_reserved(
         self, request_id: int, results: Sequence[Staged | KvcsError], fds: Sequence[int]
@@ -352,8 +355,8 @@ class Connection:
         session = self._session
         assert session is not None
         checksums = [sums[i : i + size] for i in range(0, len(sums), size)]
-        async with self._closing:  # our own copies of the descriptors must be closed first
-            pass
+        for closed in list(self._closing):  # our own copies of the descriptors must be closed first
+            await closed.wait()
         results = await self._engine.commit_many(session, request.tokens, checksums, request.if_exists)
         await self._send(wire.CommitReply(request.id, _statuses(results)))
 
