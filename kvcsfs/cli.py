@@ -195,6 +195,8 @@ def _rm(arguments: argparse.Namespace) -> None:
 
 
 def _evict(arguments: argparse.Namespace) -> None:
+    if arguments.bytes == 0:
+        raise ConfigError("evict: --bytes 0: expected at least 1 byte")
     if not (arguments.prefix or arguments.bytes or arguments.all):
         raise ConfigError("evict: expected PREFIX, --bytes SIZE or --all")
     with Control(arguments.socket) as control:

@@ -35,7 +35,11 @@ class Control:
         except OSError as exc:
             self._socket.close()
             raise KvcsUnavailableError(f"no daemon answers at {path}: {exc.strerror or exc}") from exc
-        self.hello = self.ask(wire.Hello(1, wire.PROTOCOL_VERSION, "kvcsfs command line", 0), wire.HelloReply)
+        try:
+            self.ask(wire.Hello(1, wire.PROTOCOL_VERSION, "kvcsfs command line", 0), wire.HelloReply)
+        except BaseException:
+            self._socket.close()
+            raise
 
     def __enter__(self) -> Self:
         return self

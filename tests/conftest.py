@@ -22,3 +22,9 @@ def _log_police(caplog: pytest.LogCaptureFixture, expected_warnings: list[str]) 
         message = record.getMessage()
         if record.levelno >= logging.WARNING and record.name.startswith("kvcsfs"):
             assert any(re.search(e, message) for e in expected_warnings), f"undeclared warning: {message}"
+
+
+@pytest.fixture
+def in_threads(monkeypatch):
+    """Have file work run in threads, as on a file system that isn't local: a test can hold it there."""
+    monkeypatch.setattr("kvcsfs.engine.store._LOCAL", frozenset())

@@ -8,12 +8,13 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from kvcsfs import wire
 from tests.stores import checksum
 
-R = TypeVar("R")
+R = TypeVar("R", bound=wire.Message)
+Sliced = TypeVar("Sliced", wire.OpenReply, wire.ReserveReply)
 
 
 class RawClient:
@@ -92,15 +93,16 @@ class RawClient:
         self.send(wire.Reserve(self.next_id(), 0, list(keys), list(sizes), ttl_seconds=ttl))
         return self._frames(wire.ReserveReply)
 
-    def _frames(self, kind: type[R]) -> tuple[list[R], list[list[int]]]:
-        replies, fds = [], []
+    def _frames(self, kind: type[Sliced]) -> tuple[list[Sliced], list[list[int]]]:
+        replies: list[Sliced] = []
+        fds: list[list[int]] = []
         more = True
         while more:
             reply, came = self.receive()
             assert isinstance(reply, kind), reply
             replies.append(reply)
             fds.append(came)
-            more = reply.more  # type: ignore[attr-defined]
+            more = reply.more
         return replies, fds
 
     def put(self, key: str, value: bytes) -> int:
@@ -128,7 +130,7 @@ class RawClient:
         self.send(wire.Release(0, reply.lease))
         return value
 
-    def status(self) -> dict[str, int]:
+    def status(self) -> dict[str, Any]:
         """Figures of mountpoint 0, with those of the daemon."""
         status = self.ask(wire.Status(self.next_id()), wire.StatusReply).status
         return {**status, **status["mountpoints"][0]}

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
+import pytest
+import trio
 import xxhash
 
 from kvcsfs.config import Config, MountpointConfig
+from kvcsfs.engine import jobs
 from kvcsfs.engine.engine import Engine
 from kvcsfs.engine.entry import Entry, charge
+from kvcsfs.engine.lane import Lane
 from kvcsfs.engine.session import Session, Staged
-from kvcsfs.engine.store import SlotStore
+from kvcsfs.engine.store import SlotStore, write_all
 from kvcsfs.errors import KvcsError
 
 CAPACITY = 4 << 20
@@ -34,7 +40,7 @@ def config(path: Path, capacity: int = CAPACITY, mountpoints: int = 1, backend: 
     points = []
     for i in range(mountpoints):
         data = path / f"data{i}"
-        data.mkdir(exist_ok=True)
+        data.mkdir(parents=True, exist_ok=True)
         points.append(MountpointConfig(data, capacity, 0.0, 0.0))
     return Config(tuple(points), path / "sock", backend=backend)
 
@@ -70,7 +76,7 @@ async def put(
 
 def write(staged: Staged, value: bytes) -> None:
     """Write a staged value and close its descriptor."""
-    os.pwrite(staged.fd, value, 0)
+    write_all(staged.fd, value, 0)
     os.close(staged.fd)
 
 
@@ -89,6 +95,35 @@ async def get(engine: Engine, session: Session, key: str, index: int = 0) -> byt
 async def keys(engine: Engine, index: int = 0) -> list[str]:
     """Every key."""
     return [e.key for e in await engine.page(index, "", "", 1 << 20)]
+
+
+async def _in_a_thread(self: Lane, job: Callable[..., Any], *columns: Any) -> Any:
+    """Brief work in a thread too, so that the loop runs on while a gate is closed."""
+    return await self.run(job, self._store, *columns)
+
+
+class Gate:
+    """Stops a job in its worker thread until the test has done what must come in between."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+        self.reached, self.go = trio.Event(), trio.Event()
+        self._real = getattr(jobs, name)
+        monkeypatch.setattr(jobs, name, self._wait)
+        monkeypatch.setattr(Lane, "brief", _in_a_thread)
+
+    def _wait(self, *args: object) -> object:
+        if not self.go.is_set():
+            trio.from_thread.run_sync(self.reached.set)
+            trio.from_thread.run(self.go.wait)
+        return self._real(*args)
+
+
+async def settle(engine: Engine) -> None:
+    """Wait until nothing is left to be reclaimed. By the real clock, as worker threads do that."""
+    deadline = time.monotonic() + 10
+    while any(not e.pins for v in engine.volumes for e in v.catalog.retired):
+        assert time.monotonic() < deadline
+        await trio.sleep(0.001)
 
 
 def slot_files(data: Path) -> list[Path]:

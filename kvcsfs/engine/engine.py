@@ -24,7 +24,7 @@ from kvcsfs.config import Config
 from kvcsfs.engine import keys
 from kvcsfs.engine.entry import Entry
 from kvcsfs.engine.session import Lease, Session, Staged
-from kvcsfs.engine.volume import Volume, Watcher
+from kvcsfs.engine.volume import RETRY_SECONDS, Volume, Watcher
 from kvcsfs.errors import (
     BackingError,
     ConfigError,
@@ -93,7 +93,7 @@ class Engine:
         """Recover in the background and serve; at the end write the snapshots. Sessions must be closed before."""
         async with trio.open_nursery() as lanes:
             for volume in self.volumes:
-                await lanes.start(volume.lane.run)
+                await lanes.start(volume.lane.serve)
             try:
                 async with trio.open_nursery() as nursery:
                     for volume in self.volumes:
@@ -139,7 +139,12 @@ class Engine:
             volume.resize(mountpoint)
 
     async def _recover(self, volume: Volume) -> None:
-        await volume.recover()
+        while volume.recovering:
+            try:
+                await volume.recover()
+            except OSError as exc:  # the other mountpoints serve; this one misses and is busy
+                log.warning("%s: can't be read, trying again: %s", volume.config.path, exc.strerror)
+                await trio.sleep(RETRY_SECONDS)
         gc.collect()
         gc.freeze()
         log.info("%s: %d entries", volume.config.path, len(volume.catalog.index))
@@ -458,15 +463,12 @@ class Engine:
         Raises BackingError when the file system hangs; what the work returns or raises then is dropped.
         """
         lane = self.volume(index).lane
-        return await lane.step(lane.files, job, *args)
+        return await lane.step(lane.run, job, *args)
 
     async def close_fds(self, index: int, fds: Sequence[int]) -> None:
         """Close descriptors that came from a batch of a mountpoint."""
         volume = self.volume(index)
-        if volume.store.local:
-            await volume.close_fds(fds)
-        elif fds:
-            await volume.lane.finish(volume.close_fds, fds)
+        await volume.lane.finish(volume.close_fds, fds)
 
     # -- looking and tending
 
@@ -497,7 +499,7 @@ class Engine:
         """Entries by key: at most `limit` that start with `prefix` and follow `after`. Renews nothing."""
         return self.volume(index).catalog.index.page(prefix, after, limit)
 
-    async def children(self, index: int, directory: str, after: str, limit: int) -> list[str]:
+    async def children(self, index: int, directory: str, after: str | None, limit: int) -> list[str]:
         """Names directly in a directory ("" or ending with "/"), see `Index.children`. Renews nothing."""
         return list(itertools.islice(self.volume(index).catalog.index.children(directory, after), limit))
 

@@ -132,7 +132,7 @@ class Index:
         """At most `limit` of `entries(prefix, after)`."""
         return list(islice(self.entries(prefix, after), limit))
 
-    def children(self, path: str, after: str = "") -> Iterator[str]:
+    def children(self, path: str, after: str | None = None) -> Iterator[str]:
         """Yield the names directly in directory `path` that follow `after`, in key order; directories end with "/".
 
         So a name that is a key and a directory comes twice. O(children * log n): the scan jumps past a subdirectory
@@ -157,13 +157,15 @@ class Index:
         assert have == sums, (have, sums)
 
 
-def children_of(entries: SortedDict[str, Any], path: str, after: str = "") -> Iterator[str]:
+def children_of(entries: SortedDict[str, Any], path: str, after: str | None = None) -> Iterator[str]:
     """Do what `Index.children` does, for any dict ordered by key."""
     keys = entries.keys()
-    if after.endswith("/"):
+    if after is None:
+        i = entries.bisect_left(path)
+    elif after.endswith("/"):
         i = entries.bisect_left(path + after[:-1] + "0")  # "0" follows "/"
     else:
-        i = entries.bisect_right(path + after) if after else entries.bisect_left(path)
+        i = entries.bisect_right(path + after)
     while i < len(keys) and keys[i].startswith(path):
         name, below, _ = keys[i][len(path) :].partition("/")
         yield name + below

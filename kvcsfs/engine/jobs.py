@@ -5,6 +5,7 @@ Descriptors to close come along, since a slot can't be proven ours while we hold
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Sequence
 
@@ -13,7 +14,15 @@ from kvcsfs.engine.entry import Entry, charge
 from kvcsfs.engine.store import SlotStore, digest, failure
 from kvcsfs.errors import KvcsError
 
+log = logging.getLogger(__name__)
+
 Prepared = tuple[int, int]  # slot, write-only descriptor
+
+
+def close_many(_store: SlotStore, fds: Sequence[int]) -> list[None]:
+    """Close descriptors, as a brief job."""
+    close_all(fds)
+    return [None] * len(fds)
 
 
 def close_all(fds: Iterable[int]) -> None:
@@ -22,36 +31,37 @@ def close_all(fds: Iterable[int]) -> None:
         os.close(fd)
 
 
-def prepare(
-    store: SlotStore, plan: Plan, charges: Sequence[int], closing: Sequence[int]
-) -> tuple[list[Prepared | KvcsError | None], list[Entry]]:
-    """Carry a plan out.
-
-    Returns by position a staged file, a failure, or None for what was refused; and the victims whose files could
-    not be removed.
-    """
-    close_all(closing)
-    stuck = [victim for victim in plan.unlink if not _unlinked(store, victim.slot)]
+def make_room(store: SlotStore, plan: Plan) -> list[Entry]:
+    """Remove what a plan gives up; returns the victims whose files could not be removed."""
     for free in plan.drop:
         drop(store, free)
-    done: list[Prepared | KvcsError | None] = [None] * len(charges)
-    for i, victim in plan.recycle.items():
-        done[i] = _recycle(store, victim, charges[i], stuck)
-    for i, free in plan.reuse.items():
-        done[i] = _reuse(store, free)
-    for i in plan.create:
-        done[i] = _create(store, charges[i])
-    return done, stuck
+    return [victim for victim in plan.unlink if not _unlinked(store, victim.slot)]
 
 
-def _recycle(store: SlotStore, victim: Entry, size: int, stuck: list[Entry]) -> Prepared | KvcsError:
+def stage_many(
+    store: SlotStore, steps: Sequence[Entry | FreeSlot | None], charges: Sequence[int]
+) -> list[Prepared | KvcsError]:
+    """A staged file for each step of a plan: a victim to recycle, a free slot to reuse, None to make one.
+
+    A victim whose recycling failed may still have its file.
+    """
+    staged: list[Prepared | KvcsError] = []
+    for step, size in zip(steps, charges, strict=True):
+        if isinstance(step, Entry):
+            staged.append(_recycle(store, step, size))
+        elif step is not None:
+            staged.append(_reuse(store, step))
+        else:
+            staged.append(_create(store, size))
+    return staged
+
+
+def _recycle(store: SlotStore, victim: Entry, size: int) -> Prepared | KvcsError:
     try:
         fd = store.recycle(victim.slot, size)
-        return (victim.slot, fd) if fd is not None else _create(store, size)
     except OSError as exc:
-        if not _unlinked(store, victim.slot):
-            stuck.append(victim)
         return failure(exc, "recycling a slot")
+    return (victim.slot, fd) if fd is not None else _create(store, size)
 
 
 def _create(store: SlotStore, size: int) -> Prepared | KvcsError:
@@ -113,14 +123,24 @@ def seal_many(
     for entry, old in zip(entries, replaced, strict=True):
         try:
             store.seal(entry)
-            if old is not None:
-                store.void(old)
             results.append(None)
         except KvcsError as exc:
             results.append(exc)
+            continue
         except OSError as exc:
             results.append(failure(exc, "committing an object"))
+            continue
+        _void_replaced(store, old)
     return results
+
+
+def _void_replaced(store: SlotStore, old: Entry | None) -> None:
+    """Void the footer of a replaced entry. What replaced it stands if that fails: its generation is higher."""
+    try:
+        if old is not None:
+            store.void(old)
+    except OSError as exc:
+        log.warning("the footer of a replaced object can't be voided: %s", exc.strerror)
 
 
 def finish_file(fd: int, size: int, checksum: bytes | None) -> bytes:
@@ -139,10 +159,9 @@ def rename(store: SlotStore, entry: Entry, target: Entry | None) -> KvcsError | 
     """Write the footer that gives a slot its new key, then void that of the entry it replaces."""
     try:
         store.write_footer(entry)
-        if target is not None:
-            store.void(target)
     except OSError as exc:
         return failure(exc, "renaming an object")
+    _void_replaced(store, target)
     return None
 
 
@@ -158,31 +177,35 @@ def void_many(store: SlotStore, entries: Sequence[Entry]) -> list[OSError | None
     return results
 
 
-def reclaim(
-    store: SlotStore, entries: Sequence[Entry], keep: Sequence[bool], hold: int, closing: Sequence[int]
+def recycle_many(
+    store: SlotStore, entries: Sequence[Entry], hold: Sequence[bool]
 ) -> list[FreeSlot | OSError | None]:
-    """Make each file a free slot where `keep` says so and the kernel allows it, else unlink it.
+    """Make each file a free slot where the kernel allows it, which keeps its descriptor if `hold`; else unlink it.
 
-    The first `hold` free slots keep their descriptor. None: the file is gone. An OSError: it is still there.
+    None: the file is gone. An OSError: it is still there.
     """
-    close_all(closing)
     results: list[FreeSlot | OSError | None] = []
-    for entry, kept in zip(entries, keep, strict=True):
+    for entry, held in zip(entries, hold, strict=True):
         try:
             size = charge(entry.size)
-            fd = store.recycle(entry.slot, size) if kept else None
-            if not kept:
-                store.unlink(entry.slot)
-            if fd is None:
-                results.append(None)
-                continue
-            if hold <= 0:
+            fd = store.recycle(entry.slot, size)
+            if fd is not None and not held:
                 os.close(fd)
-                fd = -1
-            hold -= 1
-            results.append(FreeSlot(entry.slot, size, fd))
+            results.append(None if fd is None else FreeSlot(entry.slot, size, fd if held else -1))
         except OSError as exc:
             results.append(None if _unlinked(store, entry.slot) else exc)
+    return results
+
+
+def unlink_many(store: SlotStore, entries: Sequence[Entry]) -> list[OSError | None]:
+    """Remove files; an OSError for one that is still there."""
+    results: list[OSError | None] = []
+    for entry in entries:
+        try:
+            store.unlink(entry.slot)
+            results.append(None)
+        except OSError as exc:
+            results.append(exc)
     return results
 
 

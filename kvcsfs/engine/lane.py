@@ -11,16 +11,20 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar, TypeVarTuple
 
 import trio
 
+from kvcsfs.engine.store import SlotStore
 from kvcsfs.errors import BackingError, KvcsError
 
 log = logging.getLogger(__name__)
 
 THREADS = 16
+BRIEF_ITEMS = 8  # done on the loop in one go
+BRIEF_SECONDS = 0.02  # longer for so many, and the file system doesn't answer at once
+SLOW_SECONDS = 10.0  # then threads do it for so long
 PROBES = 4
 LATE_SECONDS = 5.0  # work that is out for longer makes us ask whether the file system answers
 PROBE_SECONDS = 5.0  # and this long it may take to: a busy disk is not a hanging one
@@ -41,14 +45,12 @@ class _Outcome:
 
 
 class Lane:
-    """Threads, steps and breaker of one mountpoint. `probe` is a short file operation that blocks.
+    """Threads, steps and breaker of one mountpoint. `serve` must be running while steps are made."""
 
-    `run` must be running while steps are made.
-    """
-
-    def __init__(self, name: str, probe: Callable[[], None]) -> None:
-        self._name = name
-        self._probe = probe
+    def __init__(self, store: SlotStore) -> None:
+        self._store = store
+        self._name = str(store.path)
+        self._slow_until = 0.0 if store.is_local else float("inf")
         self.hung = False
         self.hangs = 0
         self._limiter = trio.CapacityLimiter(THREADS)
@@ -64,8 +66,8 @@ class Lane:
 
     # -- work
 
-    async def files(self, job: Callable[[*Ts], T], *args: *Ts) -> T:
-        """Run file work in a thread, to its end: for steps, which must know what came of it."""
+    async def run(self, job: Callable[[*Ts], T], *args: *Ts) -> T:
+        """Run file work in a thread, to its end, whoever is cancelled: a step must know what came of it."""
         with trio.CancelScope(shield=True) as scope:
             self._out[scope] = time.monotonic()
             try:
@@ -77,6 +79,29 @@ class Lane:
         await trio.lowlevel.checkpoint_if_cancelled()
         raise BackingError("given up at the stop: the backing file system doesn't answer")
 
+    async def brief(self, job: Callable[..., list[T]], *columns: Sequence[Any]) -> list[T]:
+        """Run a job of microseconds an item: `job(store, *columns)` gives a result for each position.
+
+        On the loop while a local file system answers at once: each system call in a thread is a fight for the
+        interpreter lock, which doubles the price of a small put. A slice that took long sends the rest, and all for a
+        while, to a thread.
+        """
+        results: list[T] = []
+        for start in range(0, len(columns[0]), BRIEF_ITEMS):
+            if not self._is_prompt():
+                return results + await self.run(job, self._store, *[column[start:] for column in columns])
+            begin = time.monotonic()
+            results += job(self._store, *[column[start : start + BRIEF_ITEMS] for column in columns])
+            if time.monotonic() - begin > BRIEF_SECONDS:
+                self._slow_until = begin + SLOW_SECONDS
+        return results
+
+    def _is_prompt(self) -> bool:
+        """Whether a file call may be made on the event loop: on a local file system that answers at once."""
+        return time.monotonic() >= self._slow_until and not self._out_is_late()
+
+    # -- steps
+
     async def step(
         self,
         function: Callable[[*Ts], Awaitable[T]],
@@ -86,8 +111,11 @@ class Lane:
         """Run a step to its end, and wait for it: shielded, since what has begun completes.
 
         Raises BackingError when the file system hangs; then the step goes on alone, and `undo` gets what it returns.
+        On a prompt file system the caller carries it out: a task costs more than most steps.
         """
         self.check()
+        if self._is_prompt():
+            return await function(*args)
         outcome = await self._wait_for(function, args, undo)
         if outcome.left:
             raise self._no_answer()
@@ -96,6 +124,9 @@ class Lane:
 
     async def finish(self, function: Callable[[*Ts], Awaitable[None]], *args: *Ts) -> None:
         """Run a step that gives something back, whether the file system hangs or not; then it isn't waited for."""
+        if self._is_prompt():
+            await function(*args)
+            return
         await self._wait_for(function, args, None)
 
     async def _wait_for(self, function: Callable[..., Awaitable[Any]], args: Any, undo: Any) -> _Outcome:
@@ -139,17 +170,17 @@ class Lane:
 
     def check(self) -> None:
         """Raise BackingError when nothing can be begun: it hangs, or all threads are taken by work that is late."""
-        if self.hung or (not self._limiter.available_tokens and self._is_late()):
+        if self.hung or (not self._limiter.available_tokens and self._out_is_late()):
             raise self._no_answer()
 
     def _no_answer(self) -> BackingError:
         return BackingError(f"{self._name}: the backing file system doesn't answer")
 
-    def _is_late(self) -> bool:
+    def _out_is_late(self) -> bool:
         begun = next(iter(self._out.values()), None)
         return begun is not None and time.monotonic() - begun > LATE_SECONDS
 
-    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+    async def serve(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Carry steps out and watch over them; ends after `stop`, when they have ended or are given up."""
         with trio.CancelScope(shield=True):
             async with trio.open_nursery() as nursery:
@@ -176,7 +207,7 @@ class Lane:
         now = time.monotonic()
         asking = self._asked is not None
         free = self._probe_limiter.available_tokens
-        if free and (self.hung or self._is_late()) and (not asking or now - self._probed > PROBE_SECONDS):
+        if free and (self.hung or self._out_is_late()) and (not asking or now - self._probed > PROBE_SECONDS):
             self._asked = self._asked if asking else now
             self._probed = now
             nursery.start_soon(self._ask)
@@ -189,7 +220,7 @@ class Lane:
                 outcome.ready.set()
 
     async def _ask(self) -> None:
-        await trio.to_thread.run_sync(self._probe, limiter=self._probe_limiter, abandon_on_cancel=True)
+        await trio.to_thread.run_sync(self._store.probe, limiter=self._probe_limiter, abandon_on_cancel=True)
         self._asked = None
         if self.hung:
             self.hung = False

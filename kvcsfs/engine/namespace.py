@@ -36,8 +36,9 @@ class Namespace:
 
     def is_directory(self, path: str) -> bool:
         """Whether `path`, which ends with a slash, was made, or something that isn't a key lies below it."""
+        beyond = "\0"  # no name in it is smaller, but it is greater than `path` itself
         return path in self._made or any(
-            next(names.irange(path, path[:-1] + "0", inclusive=(False, False)), None) is not None
+            next(children_of(names, path, beyond), None) is not None
             for names in (self._directories, self._names)
         )
 
@@ -49,6 +50,10 @@ class Namespace:
         """Whether anything is recorded of a file."""
         return key in self._values or key in self._names
 
+    def files(self) -> list[str]:
+        """Every file of which something is recorded."""
+        return [*self._names, *self._values]
+
     def attributes(self, key: str) -> Attributes:
         """What was set on a file."""
         return self._values.get(key) or self._pending.get(key) or self._empty.get(key) or {}
@@ -57,7 +62,7 @@ class Namespace:
         """What was set on a directory."""
         return self._made.get(path, {})
 
-    def children(self, path: str, after: str) -> Iterator[str]:
+    def children(self, path: str, after: str | None) -> Iterator[str]:
         """Yield names in a directory that follow `after`, as `Index.children` does."""
         directories = (name for name in children_of(self._directories, path, after) if name)
         merged = heapq.merge(directories, children_of(self._names, path, after))

@@ -33,8 +33,8 @@ FOLDERS = 256
 READ_CHUNK = 1 << 20
 ALLOCATION_SLACK = 1 << 20  # extent blocks that a file system counts to a file, never ours to limit
 _MEMORY = frozenset({"tmpfs", "ramfs"})
-# Where closing a descriptor waits for nobody. Elsewhere it asks a server: FUSE and NFS flush at every close.
-_LOCAL = _MEMORY | {"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "zfs", "bcachefs", "overlay"}
+# Where no server is asked: FUSE and NFS flush at every close.
+_LOCAL = _MEMORY | {"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "bcachefs", "zfs", "overlay"}
 _AT_FDCWD = -100
 _STATX_DIOALIGN = 0x2000
 _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW
@@ -76,7 +76,7 @@ class SlotStore:
         self._client_flags = os.O_DIRECT if direct else 0
         kind = self._file_system()
         self.in_memory = kind in _MEMORY
-        self.local = kind in _LOCAL
+        self.is_local = kind in _LOCAL  # no network and no other process behind it
         self._numbers = itertools.count((self.epoch << 40) + 1)
 
     def close(self) -> None:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar, TypeVarTuple
+from typing import Any
 
 import trio
 
 from kvcsfs.config import MountpointConfig
 from kvcsfs.engine import jobs, recovery
-from kvcsfs.engine.catalog import FREE_SLOTS_SHARE, Catalog
+from kvcsfs.engine.catalog import FREE_SLOTS_SHARE, Catalog, FreeSlot, Plan
 from kvcsfs.engine.descriptors import Descriptors
 from kvcsfs.engine.entry import BLOCK, TEMPORARY, UNPROVEN, Entry, charge, flags_of
 from kvcsfs.engine.lane import Lane
@@ -29,10 +29,8 @@ log = logging.getLogger(__name__)
 EVICT_BATCH = 64  # victims of one background trip; a put waits for no more than that
 RETRY_SECONDS = 5.0
 KNOWN_SIZES = 4096
-HELD_SLOTS = 512  # free slots that keep a descriptor
+HELD_SLOTS = 512  # free slots that keep a descriptor, as far as there are enough
 
-T = TypeVar("T")
-Ts = TypeVarTuple("Ts")
 Watcher = Callable[[int, Collection[str]], None]
 
 
@@ -46,6 +44,7 @@ class Volume:
         self.index = index
         self.config = config
         self.store = SlotStore(config.path, config.io == "direct")
+        self.lane = Lane(self.store)
         self.catalog = Catalog(config.capacity)
         self.descriptors = Descriptors(descriptor_limit)
         self.recovering = True
@@ -66,25 +65,14 @@ class Volume:
         )
         self._watch = watch
         self._sizes: dict[int, int] = {}  # one int object for all values of a size
-        self.lane = Lane(str(config.path), self.store.probe)
         self._claimed: dict[str, trio.Event] = {}
         self._reclaiming: set[Entry] = set()
+        self._hold_limit = min(HELD_SLOTS, descriptor_limit // 4)
         self._keeping = 0  # bytes on the way to be free slots
         self._low = trio.Event()
         self._loose = trio.Event()
 
     # -- plumbing
-
-    async def _files(self, job: Callable[[*Ts], T], *args: *Ts) -> T:
-        """Run file work in a thread, to its end."""
-        return await self.lane.files(job, *args)
-
-    async def close_fds(self, fds: Sequence[int]) -> None:
-        """Close descriptors of object files, in a thread where that may wait for a server."""
-        if self.store.local:
-            jobs.close_all(fds)
-        elif fds:
-            await self._files(jobs.close_all, fds)
 
     @asynccontextmanager
     async def _claim(self, names: Collection[str]) -> AsyncIterator[None]:
@@ -148,7 +136,7 @@ class Volume:
         self, table: dict[Entry, int], cold: Sequence[Entry], found: list[Entry | None]
     ) -> tuple[list[Entry | None], dict[int, KvcsError]]:
         """Open descriptors. An entry whose file is gone leaves and is a miss; other failures are returned."""
-        opened = dict(zip(cold, await self._files(jobs.open_many, self.store, cold), strict=True))
+        opened = dict(zip(cold, await self.lane.brief(jobs.open_many, cold), strict=True))
         errors: dict[int, KvcsError] = {}
         lost: list[Entry] = []
         spare: list[int] = []
@@ -199,27 +187,62 @@ class Volume:
         if len(self._sizes) > KNOWN_SIZES:
             self._sizes.clear()
         plan = self.catalog.promise(charges)
-        victims = plan.victims
-        self._evicted(victims)
-        prepared, stuck = await self._files(
-            jobs.prepare, self.store, plan, charges, self.descriptors.take(victims)
-        )
+        staged = await self._stage(plan, charges, await self._make_room(plan))
         results: list[Staged | KvcsError] = []
-        for i, outcome in enumerate(prepared):
+        for i, (charged, outcome) in enumerate(zip(charges, staged, strict=True)):
             if isinstance(outcome, tuple):
                 slot, fd = outcome
                 size = self._sizes.setdefault(sizes[i], sizes[i])
-                results.append(Staged(self, Entry(names[i], slot, size, b"", 0, 0.0), charges[i], fd))
+                results.append(Staged(self, Entry(names[i], slot, size, b"", 0, 0.0), charged, fd))
                 continue
-            session.reserved -= charges[i]
+            session.reserved -= charged
             if outcome is not None:
-                self.catalog.unreserve(charges[i])
-                self.counters["io_errors"] += 1
-            results.append(outcome or self._no_room(charges[i]))
+                self.catalog.unreserve(charged)
+                self._keep_stuck([plan.recycle[i]] if i in plan.recycle else [])
+            results.append(outcome or self._no_room(charged))
         results += [CapacityError("the connection's share is reserved") for _ in names[len(charges) :]]
-        self._keep_stuck(stuck)
-        self._wake_evictor()
         return results
+
+    async def _stage(
+        self, plan: Plan, charges: Sequence[int], missing: int
+    ) -> Sequence[jobs.Prepared | KvcsError | None]:
+        """A file for each position of a plan, or what failed; None for what was refused.
+
+        New files for the `missing` bytes are not made: what they were promised is still on disk.
+        """
+        outcomes: dict[int, jobs.Prepared | KvcsError] = {}
+        for i in plan.create:
+            if missing > 0:
+                outcomes[i] = _unremovable()
+                missing -= charges[i]
+        granted = [i for i in range(len(charges)) if i not in plan.refused and i not in outcomes]
+        steps = [plan.recycle.get(i) or plan.reuse.get(i) for i in granted]
+        wanted = [charges[i] for i in granted]
+        if plan.create:  # a new file is no brief matter
+            staged = await self.lane.run(jobs.stage_many, self.store, steps, wanted)
+        else:
+            staged = await self.lane.brief(jobs.stage_many, steps, wanted)
+        if len(granted) == len(charges):
+            return staged
+        outcomes.update(zip(granted, staged, strict=True))
+        return [outcomes.get(i) for i in range(len(charges))]
+
+    async def _make_room(self, plan: Plan) -> int:
+        """Do what a plan needs before its files can be had; returns how many of its bytes could not be freed."""
+        stuck: list[Entry] = []
+        victims = plan.victims
+        self._evicted(victims)
+        await self.close_fds(self.descriptors.take(victims))
+        if plan.unlink or plan.drop:
+            stuck = await self.lane.run(jobs.make_room, self.store, plan)
+            self._keep_stuck(stuck)
+        self._wake_evictor()
+        return sum(victim.charged for victim in stuck)
+
+    async def close_fds(self, fds: Sequence[int]) -> None:
+        """Close descriptors of object files."""
+        if fds:
+            await self.lane.brief(jobs.close_many, fds)
 
     def _no_room(self, size: int) -> CapacityError:
         can = max(self.catalog.obtainable, 0)
@@ -270,7 +293,7 @@ class Volume:
         entries = [staged[i].entry for i in positions]
         held = [old for old in olds if old is not None]
         self.catalog.pin(held)
-        sealed = await self._files(jobs.seal_many, self.store, entries, olds)
+        sealed = await self.lane.brief(jobs.seal_many, entries, olds)
         committed: list[Entry] = []
         for i, entry, outcome in zip(positions, entries, sealed, strict=True):
             if outcome is not None:
@@ -321,7 +344,7 @@ class Volume:
         held = [e for e in entries if e.pins]
         if held:
             self.catalog.pin(held)
-            await self._files(jobs.void_many, self.store, held)
+            await self.lane.brief(jobs.void_many, held)
             self.catalog.unpin(held)
         await self.reclaim([e for e in entries if not e.pins])
 
@@ -338,7 +361,7 @@ class Volume:
             held = [entry] if target is None else [entry, target]
             self.catalog.pin(held)
             staged = Entry(new, entry.slot, entry.size, entry.checksum, self.store.number(), entry.created)
-            failed = await self._files(jobs.rename, self.store, staged, target)
+            failed = await self.lane.run(jobs.rename, self.store, staged, target)
             if failed is None and not entry.live:  # found to be gone or wrong meanwhile
                 failed = NotFoundError(f"{old!r} has no value")
             if failed is None:
@@ -356,9 +379,9 @@ class Volume:
     async def stage_file(self, key: str) -> Staged:
         """A staged file that grows; `fd` reads and writes it."""
         self._check_ready()
-        await self._make_room(charge(0))
+        await self._reserve_bytes(charge(0))
         try:
-            slot, fd = await self._files(jobs.create_file, self.store)
+            slot, fd = await self.lane.run(jobs.create_file, self.store)
         except KvcsError:
             self.catalog.unreserve(charge(0))
             raise
@@ -372,7 +395,7 @@ class Volume:
         for wanted in (max(size, 2 * staged.entry.size, 16 * BLOCK), size):
             extra = charge(wanted) - have
             try:
-                await self._make_room(extra)
+                await self._reserve_bytes(extra)
             except CapacityError:
                 if wanted == size:
                     raise
@@ -381,30 +404,26 @@ class Volume:
             staged.charged += extra
             return
 
-    async def _make_room(self, size: int) -> None:
+    async def _reserve_bytes(self, size: int) -> None:
         """Reserve bytes without a file."""
         plan = self.catalog.promise([size], files=False)
-        victims = plan.victims
-        self._evicted(victims)
+        missing = await self._make_room(plan)
         if plan.refused:
             raise self._no_room(size)
-        if victims or plan.drop:
-            _, stuck = await self._files(
-                jobs.prepare, self.store, plan, [size], self.descriptors.take(victims)
-            )
-            self._keep_stuck(stuck)
-        self._wake_evictor()
+        if missing:
+            self.catalog.unreserve(size)
+            raise _unremovable()
 
     async def finish_file(self, staged: Staged, size: int, checksum: bytes | None) -> None:
         """Cut a grown file to its size, give the rest of its reservation back, and set its checksum; closes `fd`."""
-        staged.entry.checksum = await self._files(jobs.finish_file, staged.fd, size, checksum)
+        staged.entry.checksum = await self.lane.run(jobs.finish_file, staged.fd, size, checksum)
         self.catalog.unreserve(staged.charged - charge(size))
         staged.entry.size = size
         staged.charged = charge(size)
 
     async def drop_file(self, staged: Staged) -> None:
         """Close and abort a grown file."""
-        await self._files(jobs.close_all, [staged.fd])
+        await self.lane.run(jobs.close_all, [staged.fd])
         await self.abort([staged])
 
     # -- eviction and reclaim
@@ -420,24 +439,33 @@ class Volume:
         entries = [e for e in entries if e not in self._reclaiming and e in self.catalog.retired]
         if not entries:
             return
-        hold = HELD_SLOTS - sum(s.fd >= 0 for s in self.catalog.free_slots()) - len(self._reclaiming)
         self._reclaiming.update(entries)
         limit = self.catalog.ledger.capacity // FREE_SLOTS_SHARE
-        keep: list[bool] = []
+        kept: list[Entry] = []
+        others: list[Entry] = []
         before = total = self.catalog.ledger.free_slots + self._keeping
         for entry in entries:
             fits = total + entry.charged <= limit
             total += entry.charged * fits
-            keep.append(fits)
+            (kept if fits else others).append(entry)
         self._keeping += total - before
         try:
-            results = await self._files(
-                jobs.reclaim, self.store, entries, keep, hold, self.descriptors.take(entries)
-            )
+            await self.close_fds(self.descriptors.take(entries))
+            if kept:
+                self._book(kept, await self.lane.brief(jobs.recycle_many, kept, self._holds(len(kept))))
+            if others:
+                self._book(others, await self.lane.run(jobs.unlink_many, self.store, others))
         finally:
             self._reclaiming.difference_update(entries)
             self._keeping -= total - before
-        for entry, outcome in zip(entries, results, strict=True):
+
+    def _holds(self, count: int) -> list[bool]:
+        """Which of so many new free slots keep their descriptor."""
+        left = self._hold_limit - sum(s.fd >= 0 for s in self.catalog.free_slots()) - len(self._reclaiming)
+        return [i < left for i in range(count)]
+
+    def _book(self, entries: Sequence[Entry], outcomes: Sequence[FreeSlot | OSError | None]) -> None:
+        for entry, outcome in zip(entries, outcomes, strict=True):
             if isinstance(outcome, OSError):
                 self.counters["io_errors"] += 1
             else:
@@ -486,9 +514,12 @@ class Volume:
     async def _clear(self, goal: float) -> None:
         """Evict until `goal` bytes can be had without an eviction; then bring the files within the capacity."""
         while batch := self._oldest(goal - self.catalog.room):
+            before = self.catalog.room
             await self._evict(batch)
+            if self.catalog.room <= before:  # files can't be removed: going on would empty the store
+                break
         while self.catalog.ledger.free < 0 and (free := self.catalog.drop_free()):
-            await self._files(jobs.drop, self.store, free)
+            await self.lane.run(jobs.drop, self.store, free)
 
     def _oldest(self, missing: float) -> list[Entry]:
         """The next victims for `missing` bytes, a batch at most."""
@@ -515,7 +546,7 @@ class Volume:
         entries = [self.catalog.index.get(name) for name in names]
         held = [e for e in entries if e is not None]
         self.catalog.pin(held)
-        outcomes = dict(zip(held, await self._files(jobs.verify_many, self.store, held), strict=True))
+        outcomes = dict(zip(held, await self.lane.run(jobs.verify_many, self.store, held), strict=True))
         wrong = [e for e in outcomes if outcomes[e] is False and e.live]
         for entry in held:
             if outcomes[entry] is True:
@@ -534,7 +565,7 @@ class Volume:
 
     async def recover(self) -> None:
         """Fill the catalog from the snapshot or the footers; entries over the capacity leave, oldest first."""
-        found = await self._files(recovery.recover, self.store)
+        found = await self.lane.run(recovery.recover, self.store)
         self.catalog.load(found.entries)
         for slot in found.free_slots:
             self.catalog.add_free(slot)
@@ -546,16 +577,16 @@ class Volume:
         """Write the snapshot; `clean` says that it is exact and nothing follows it."""
         if self.recovering:
             return
-        writer = await self._files(recovery.SnapshotWriter, self.store)
+        writer = await self.lane.run(recovery.SnapshotWriter, self.store)
         try:
             after = ""
             while rows := self.catalog.index.page("", after, recovery.SLICE):
                 after = rows[-1].key
-                await self._files(writer.add, recovery.rows(rows))
+                await self.lane.run(writer.add, recovery.rows(rows))
             free = list(self.catalog.free_slots()) if clean else []
-            await self._files(writer.finish, free, self.extras, clean)
+            await self.lane.run(writer.finish, free, self.extras, clean)
         except OSError:
-            await self._files(writer.abandon)
+            await self.lane.run(writer.abandon)
             raise
 
     async def close(self) -> None:
@@ -567,13 +598,13 @@ class Volume:
 
     async def _close(self) -> None:
         await self.reclaim([e for e in self.catalog.retired if not e.pins])
+        held = [s.fd for s in self.catalog.free_slots() if s.fd >= 0]
+        await self.close_fds([*self.descriptors.clear(), *held])  # first, so that the snapshot finds one
         try:
             await self.checkpoint(clean=not self.catalog.retired)
         except OSError as exc:
             log.warning("%s: no snapshot: %s", self.config.path, exc.strerror)
-        held = [s.fd for s in self.catalog.free_slots() if s.fd >= 0]
-        await self._files(jobs.close_all, [*self.descriptors.clear(), *held])
-        await self._files(self.store.close)
+        await self.lane.run(self.store.close)
 
     def status(self) -> dict[str, Any]:
         """Figures of this mountpoint."""
@@ -600,3 +631,7 @@ class Volume:
     def check(self) -> None:
         """Assert the invariants."""
         self.catalog.check()
+
+
+def _unremovable() -> BackingError:
+    return BackingError("an evicted object can't be removed")

@@ -52,6 +52,9 @@ class Coherence:
     async def run(self) -> None:
         """Look after what was noted, until cancelled."""
         self._thread.start()
+        await self._tree.engine.recovered()
+        for index in range(len(self._tree.engine.volumes)):
+            await self._prune(index)
         while True:
             await self._wake.wait()
             self._wake = trio.Event()
@@ -61,6 +64,14 @@ class Coherence:
                 await self._check_key(index, key)
             for index, path in around:
                 await self._check_directory(index, path)
+
+    async def _prune(self, index: int) -> None:
+        """Drop what is recorded of files that changed while nothing was mounted."""
+        namespace = self._tree.peek(index)
+        for key in namespace.files():
+            entry = await self._tree.engine.find(index, key)
+            if (entry is None) != namespace.is_file(key):
+                namespace.forget(key)
 
     async def _check_key(self, index: int, key: str) -> None:
         inodes, namespace = self._tree.inodes, self._tree.peek(index)

@@ -166,7 +166,7 @@ class Contents:
 
     async def _truncate(self, node: File, size: int) -> None:
         if size == 0 and node.writer is None:
-            node.writer = Writer()
+            self._begin(node, Writer())
         else:
             writer = await self._grown(node, size)
             await self._thread(node, writer.cut, size)
@@ -189,8 +189,16 @@ class Contents:
             if node.writer is None and writer.staged is not None:
                 await self._engine.abort_file(self._session, writer.staged)
             raise
-        node.writer = writer
+        if node.writer is None:
+            self._begin(node, writer)
         return writer
+
+    def _begin(self, node: File, writer: Writer) -> None:
+        """Give a file its writer. From now on it is there even if the value under its key goes."""
+        node.writer = writer
+        if not node.gone:
+            namespace = self._namespace(node.index)
+            namespace.create(node.key, namespace.forget(node.key))
 
     # -- the end of a writer
 
@@ -252,12 +260,14 @@ class Contents:
         self._namespace(node.index).set_value(node.key, writer.mtime_ns)
 
     async def _empty(self, node: File, writer: Writer) -> None:
-        """A file without bytes is no value."""
-        if node.entry is not None:
-            await self._delete(node.index, node.key)
-            self._let_go(node)
-            node.entry = None
-        self._namespace(node.index).set_empty(node.key, writer.mtime_ns)
+        """A file without bytes is no value. The key may hold another's, over which this one was renamed."""
+        self._namespace(node.index).set_empty(
+            node.key, writer.mtime_ns
+        )  # first, so that it is there all along
+        self._unsettle(node)  # the delete would wait for us
+        await self._delete(node.index, node.key)
+        self._let_go(node)
+        node.entry = None
 
     async def _abort(self, writer: Writer) -> None:
         if writer.staged is not None:
@@ -302,7 +312,7 @@ class Contents:
                 await self._engine.rename(node.index, node.key, key)
             except NotFoundError:
                 raise FUSEError(errno.ENOENT) from None
-        elif node.entry is not None:
+        else:  # the value below the writer, if there is one: its own, or that of a file it was renamed over
             await self._delete(node.index, node.key)
         if target is not None:
             await self._detach(target)

@@ -28,13 +28,13 @@ class DirectoryHandle:
 
     node: Directory
     names: list[str] = dataclasses.field(default_factory=list)
-    last: str = ""
+    last: str | None = None
     complete: bool = False
     chunks: set[str] = dataclasses.field(default_factory=set)
 
     def rewind(self) -> None:
         """Begin anew."""
-        self.names, self.last, self.complete, self.chunks = [], "", False, set()
+        self.names, self.last, self.complete, self.chunks = [], None, False, set()
 
 
 H = TypeVar("H")

@@ -159,7 +159,8 @@ class Inodes:
         if node.lookups or isinstance(node, Link):
             return
         if isinstance(node, Directory):
-            self.directories.pop((node.index, node.path), None)
+            if self.directories.get((node.index, node.path)) is node:  # else another took its place
+                del self.directories[node.index, node.path]
         elif node.opens or node.writer is not None or node.lock.locked():
             return
         elif not node.gone:

@@ -45,6 +45,7 @@ class Mount:
         self._coherence = Coherence(self._tree)
         self._scope = trio.CancelScope()
         self._ended = trio.Event()
+        self._serving = True
         self._stopping = False
 
     async def start(self, nursery: trio.Nursery) -> None:
@@ -67,7 +68,7 @@ class Mount:
         raise ConfigError(f"{self._path}: mounted, but it doesn't answer")
 
     async def _run(self) -> None:
-        """Serve until unmounted."""
+        """Serve until unmounted or cancelled, and leave nothing mounted either way."""
         try:
             with self._scope:
                 async with trio.open_nursery() as nursery:
@@ -77,28 +78,33 @@ class Mount:
         except Exception:
             log.exception("the mount at %s failed", self._path)
         finally:
+            self._serving = False
+            if not self._stopping:
+                log.warning("%s: the mount has ended", self._path)
+            with trio.CancelScope(shield=True):
+                await self._take_down()
             self._ended.set()
-        if not self._stopping:
-            log.warning("%s was unmounted by somebody else", self._path)
 
     async def stop(self) -> None:
         """Answer what was asked, commit what programs have closed, drop what they were writing, and unmount."""
         self._stopping = True
         with trio.CancelScope(shield=True):
-            self._engine.watchers.remove(self._coherence.watch)
-            quiet = await trio.to_thread.run_sync(self._coherence.stop)
-            if not self._ended.is_set():
+            await trio.to_thread.run_sync(self._coherence.stop)  # while we still answer what it may wait for
+            if self._serving:
                 pyfuse3.terminate()
             with trio.move_on_after(STOP_SECONDS):
                 await self._ended.wait()
             self._scope.cancel()
             await self._ended.wait()
-            await self._contents.close()
-            if quiet:
-                # Closes the connection first, so that programs waiting for us get an error, and then detaches.
-                pyfuse3.close(unmount=True)
-            else:
-                unmount(self._path)
+
+    async def _take_down(self) -> None:
+        self._engine.watchers.remove(self._coherence.watch)
+        await self._contents.close()
+        if await trio.to_thread.run_sync(self._coherence.stop):
+            # Closes the connection first, so that programs waiting for us get an error, and then detaches.
+            pyfuse3.close(unmount=True)
+        else:  # a thread is still in a call of the session, which must not go
+            unmount(self._path)
 
     def check(self) -> None:
         """Assert the invariants."""

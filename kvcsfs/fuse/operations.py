@@ -26,14 +26,13 @@ from pyfuse3 import (
     StatvfsData,
 )
 
-from kvcsfs.engine import keys
 from kvcsfs.engine.entry import BLOCK
 from kvcsfs.fuse import names
 from kvcsfs.fuse.contents import Contents
 from kvcsfs.fuse.handles import DirectoryHandle, FileHandle, Handles
 from kvcsfs.fuse.inodes import HUB, Directory, File, Link, Node
-from kvcsfs.fuse.names import Kind
 from kvcsfs.fuse.posix import Usual, changes, posix_errors
+from kvcsfs.fuse.renames import Renames
 from kvcsfs.fuse.tree import Tree
 
 log = logging.getLogger(__name__)
@@ -55,6 +54,7 @@ class Operations(pyfuse3.Operations):
         self._tree = tree
         self._inodes = tree.inodes
         self._contents = contents
+        self._renames = Renames(tree, contents)
         self._usual = Usual()
         self._files: Handles[FileHandle] = Handles()
         self._directories: Handles[DirectoryHandle] = Handles()
@@ -88,24 +88,6 @@ class Operations(pyfuse3.Operations):
         """The attributes of a node that the kernel now counts once more."""
         node.lookups += 1
         return self._attributes(node)
-
-    def _path_of_new(self, parent: Directory, raw: bytes, suffix: str = "") -> str:
-        """The key, or the directory, that a new name stands for."""
-        name = self._tree.decode(parent, raw)
-        if parent.index == HUB:
-            raise FUSEError(errno.EPERM)
-        if name is None or name.kind is not Kind.NAME or self._is_hub(parent, raw):
-            raise FUSEError(errno.EINVAL)
-        path = parent.base + name.component
-        keys.check(path + suffix)
-        return path + suffix
-
-    def _is_hub(self, parent: Directory, raw: bytes) -> bool:
-        return parent is self._inodes.root and raw == names.MOUNTPOINTS.encode()
-
-    def _changed(self, directory: Directory) -> None:
-        """A name in a directory came or went."""
-        self._tree.namespace(directory.index).changed(directory.base, time.time_ns())
 
     @posix_errors
     async def lookup(self, parent_inode: InodeT, name: FileNameT, ctx: RequestContext) -> EntryAttributes:
@@ -196,7 +178,7 @@ class Operations(pyfuse3.Operations):
         parent = self._directory(parent_inode)
         if await self._tree.lookup(parent, name) is not None:
             raise FUSEError(errno.EEXIST)
-        path = self._path_of_new(parent, name, "/")
+        path = self._tree.path_of_new(parent, name, "/")
         now = time.time_ns()
         recorded = {
             **self._usual.unusual(mode, ctx, 0o755),
@@ -205,7 +187,7 @@ class Operations(pyfuse3.Operations):
             "atime_ns": now,
         }
         self._tree.namespace(parent.index).make(path, recorded)
-        self._changed(parent)
+        self._tree.changed(parent)
         return self._found(self._inodes.directory(parent.index, path, parent, name))
 
     @posix_errors
@@ -222,7 +204,7 @@ class Operations(pyfuse3.Operations):
         if not await self._tree.is_empty(node):
             raise FUSEError(errno.ENOTEMPTY)
         self._tree.namespace(parent.index).remove_directory(node.path)
-        self._changed(parent)
+        self._tree.changed(parent)
 
     @posix_errors
     async def opendir(self, inode: InodeT, ctx: RequestContext) -> FileHandleT:
@@ -276,10 +258,10 @@ class Operations(pyfuse3.Operations):
             file = self._file(node.number)
             info = await self._opened(file, flags)
             return info, self._found(file)
-        key = self._path_of_new(parent, name)
+        key = self._tree.path_of_new(parent, name)
         self._tree.namespace(parent.index).create(key, self._usual.unusual(mode, ctx, 0o644))
         file = await self._made(parent, name, key)
-        self._changed(parent)
+        self._tree.changed(parent)
         # Truncating is what gives it a writer, and so a commit at its last release.
         return await self._opened(file, flags | os.O_TRUNC), self._found(file)
 
@@ -340,7 +322,7 @@ class Operations(pyfuse3.Operations):
         file = self._file(node.number)
         async with file.lock:
             await self._contents.remove(file)
-        self._changed(parent)
+        self._tree.changed(parent)
         self._inodes.drop_unused(file)
 
     @posix_errors
@@ -355,51 +337,7 @@ class Operations(pyfuse3.Operations):
     ) -> None:
         """Rename a file, replacing another; or a directory that has nothing in it."""
         old_parent, new_parent = self._directory(parent_inode_old), self._directory(parent_inode_new)
-        if flags & ~pyfuse3.RENAME_NOREPLACE:
-            raise FUSEError(errno.EINVAL)
-        node = await self._tree.lookup(old_parent, name_old)
-        target = await self._tree.lookup(new_parent, name_new)
-        if node is None:
-            raise FUSEError(errno.ENOENT)
-        if target is not None and flags & pyfuse3.RENAME_NOREPLACE:
-            raise FUSEError(errno.EEXIST)
-        if old_parent.index != new_parent.index:
-            raise FUSEError(errno.EXDEV)
-        if node is target:
-            return
-        if isinstance(node, Directory):
-            await self._rename_directory(node, target, new_parent, name_new)
-        else:
-            await self._rename_file(self._file(node.number), target, new_parent, name_new)
-        self._changed(old_parent)
-        self._changed(new_parent)
-
-    async def _rename_directory(
-        self, node: Directory, target: Node | None, parent: Directory, name: bytes
-    ) -> None:
-        if target is not None and not isinstance(target, Directory):
-            raise FUSEError(errno.ENOTDIR)
-        if target is not None and not await self._tree.is_empty(target):
-            raise FUSEError(errno.ENOTEMPTY)
-        if node.partial or node.index == HUB or not node.path or not await self._tree.is_empty(node):
-            raise FUSEError(errno.EXDEV)
-        path = target.path if target is not None else self._path_of_new(parent, name, "/")
-        self._tree.namespace(node.index).move_directory(node.path, path)
-        if target is not None:
-            self._inodes.directories.pop((target.index, target.path), None)
-        self._inodes.move(node, path, parent, name)
-
-    async def _rename_file(self, node: File, target: Node | None, parent: Directory, name: bytes) -> None:
-        key = self._file(target.number).key if target is not None else self._path_of_new(parent, name)
-        async with node.lock:
-            if isinstance(target, File):
-                async with target.lock:
-                    await self._contents.rename(node, key, target)
-            else:
-                await self._contents.rename(node, key, None)
-            self._inodes.move(node, key, parent, name)
-        if isinstance(target, File):
-            self._inodes.drop_unused(target)
+        await self._renames.rename(old_parent, name_old, new_parent, name_new, flags)
 
     # -- what a store of values has not
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import heapq
 import itertools
+import time
 
 from pyfuse3 import FUSEError
 
+from kvcsfs.engine import keys
 from kvcsfs.engine.engine import Engine
 from kvcsfs.engine.entry import Entry
 from kvcsfs.engine.namespace import Attributes, Namespace
@@ -91,6 +93,21 @@ class Tree:
             )
         return await self.file(parent, raw, path)
 
+    def path_of_new(self, parent: Directory, raw: bytes, suffix: str = "") -> str:
+        """The key, or with "/" the directory, that a name which isn't there yet stands for."""
+        name = self.decode(parent, raw)
+        if parent.index == HUB:
+            raise FUSEError(errno.EPERM)
+        if name is None or name.kind is not Kind.NAME:
+            raise FUSEError(errno.EINVAL)
+        path = parent.base + name.component + suffix
+        keys.check(path)
+        return path
+
+    def changed(self, directory: Directory) -> None:
+        """A name in a directory came or went."""
+        self.namespace(directory.index).changed(directory.base, time.time_ns())
+
     def _mountpoint(self, hub: Directory, raw: bytes) -> Node | None:
         if raw == b"0":
             return self.inodes.link
@@ -149,13 +166,13 @@ class Tree:
             if name := await self._shown(handle, component):
                 handle.names.append(name)
 
-    async def _page(self, node: Directory, after: str, limit: int) -> list[str]:
+    async def _page(self, node: Directory, after: str | None, limit: int) -> list[str]:
         """Components that follow `after`, those of directories with a slash behind them."""
         base, partial = node.base, node.partial
-        start = after or partial
-        keys = await self.engine.children(node.index, base, start, limit)
-        records = itertools.islice(self.peek(node.index).children(base, start), limit)
-        merged = itertools.islice((n for n, _ in itertools.groupby(heapq.merge(keys, records))), limit)
+        start = after if after is not None else partial or None
+        of_keys = await self.engine.children(node.index, base, start, limit)
+        of_records = itertools.islice(self.peek(node.index).children(base, start), limit)
+        merged = itertools.islice((n for n, _ in itertools.groupby(heapq.merge(of_keys, of_records))), limit)
         return list(itertools.takewhile(lambda n: n.startswith(partial), merged))
 
     async def _shown(self, handle: DirectoryHandle, component: str) -> str | None:

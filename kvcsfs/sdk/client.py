@@ -125,6 +125,7 @@ class KvcsLowLevelClient:
             channel=Channel(path, connect_seconds, simple.submit),
             getters=Pool("get", _limit("get_workers", get_workers, 4, 1024)),
             setters=Pool("set", _limit("set_workers", set_workers, 4, 1024)),
+            simple=simple,
             max_keys=min(_limit("max_keys_per_batch", max_keys_per_batch, 256, 1 << 31), wire.MAX_KEYS),
             max_key_size=_limit("max_key_size", max_key_size, 256, wire.MAX_KEY_BYTES),
             max_value_size=_limit("max_value_size", max_value_size, 4 << 20, wire.MAX_VALUE_BYTES),

@@ -27,6 +27,7 @@ class Core:
     channel: Channel
     getters: Pool
     setters: Pool
+    simple: Pool
     max_keys: int
     max_key_size: int
     max_value_size: int

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 import math
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from functools import partial
 from time import perf_counter
 
@@ -18,9 +19,37 @@ from kvcsfs.sdk.deadline import Deadline
 from kvcsfs.sdk.keys import check_keys
 from kvcsfs.sdk.results import IfExists
 from kvcsfs.sdk.transfer import PENDING
+from kvcsfs.sdk.workers import Errand
 from kvcsfs.sdk.writing import Slots, Writing
 
+PART_KEYS = (
+    64  # of one reserve: enough to carry its round trips, small enough that the lanes of a batch overlap
+)
 _NO_POINT = wire.MountpointInfo(0, 0)
+
+
+class _Todo:
+    """The places of a put that no lane has taken yet, and what made a lane fail."""
+
+    def __init__(self, places: Sequence[int]) -> None:
+        self._places = places
+        self._lock = threading.Lock()
+        self.failure: KvcsError | None = None
+
+    def take(self, count: Callable[[Sequence[int]], int]) -> Sequence[int]:
+        """The next places, as many as `count` says of all that are left; empty at the end."""
+        with self._lock:
+            at = count(self._places)
+            part, self._places = self._places[:at], self._places[at:]
+            return part
+
+    def stop(self) -> None:
+        with self._lock:
+            self._places = ()
+
+    def fail(self, failure: KvcsError) -> None:
+        self.failure = self.failure or failure
+        self.stop()
 
 
 class Put:
@@ -37,6 +66,7 @@ class Put:
     ) -> None:
         self._core, self._keys, self._sources = core, keys, sources
         self._deadline, self._mountpoint, self._if_exists = deadline, mountpoint, if_exists
+        self._lanes = 1
         self.statuses = check_keys(keys, core.max_key_size)
         self.sizes = [size_of(source) for source in sources]
         if self.sizes and (min(self.sizes) <= 0 or max(self.sizes) > core.max_value_size):
@@ -68,31 +98,53 @@ class Put:
         give_up(self.statuses, -rest)
 
     def _run_parts(self, places: Sequence[int]) -> None:
-        at, limit = 0, self._core.channel.max_fds
-        while at < len(places):
-            link = self._core.channel.link(self._deadline)
-            part, charge = self._cut(places, at, min(limit, key_limit(self._core, link)), link)
-            try:
-                self._run_part(part, charge, link)
-            except CutShortError:
-                if len(part) > 1:
-                    limit = len(part) // 2
-                    continue
-                self.statuses[part[0]] = -errno.EMFILE
-            at += len(part)
+        """Run all parts in two lanes: while one moves bytes, the daemon reserves or commits for the other."""
+        todo = _Todo(places)
+        if len(places) > PART_KEYS or sum(self.sizes[place] for place in places) > PART_BYTES:
+            self._lanes = 2
+        second = Errand(self._core.simple, partial(self._lane, todo)) if self._lanes > 1 else None
+        try:
+            self._lane(todo)
+        finally:
+            todo.stop()
+            if second is not None:
+                second.settle()
+        if todo.failure is not None:
+            raise todo.failure
 
-    def _cut(self, places: Sequence[int], at: int, count: int, link: Link) -> tuple[Sequence[int], int]:
-        """The next part, and what it is charged: at most what one connection may reserve, but at least one value."""
+    def _lane(self, todo: _Todo) -> None:
+        """Take parts until none is left, or one of either lane failed as a whole."""
+        try:
+            while True:
+                link = self._core.channel.link(self._deadline)
+                part = todo.take(lambda places, link=link: self._cut(places, link))  # type: ignore[misc]
+                if not part:
+                    return
+                self._run_or_halve(part, link)
+        except KvcsError as exc:
+            todo.fail(exc)
+
+    def _run_or_halve(self, part: Sequence[int], link: Link) -> None:
+        try:
+            self._run_part(part, sum(charged_bytes(self.sizes[place]) for place in part), link)
+        except CutShortError:
+            if len(part) == 1:
+                self.statuses[part[0]] = -errno.EMFILE
+                return
+            for half in (part[: len(part) // 2], part[len(part) // 2 :]):
+                self._run_or_halve(half, link)
+
+    def _cut(self, places: Sequence[int], link: Link) -> int:
+        """How many keys the next part has: all lanes must fit into what one connection may reserve; at least one."""
+        count = min(PART_KEYS, self._core.channel.max_fds, key_limit(self._core, link))
         gate = link.gate(self._mountpoint)
-        limit = gate.limit if gate is not None else math.inf
-        charge, end = 0, at
-        for place in places[at : at + count]:
-            more = charged_bytes(self.sizes[place])
-            if charge + more > limit and end > at:
-                break
-            charge += more
-            end += 1
-        return places[at:end], charge
+        limit = min(PART_BYTES, gate.limit // self._lanes) if gate is not None else PART_BYTES
+        charge = 0
+        for i, place in enumerate(places[:count]):
+            charge += charged_bytes(self.sizes[place])
+            if charge > limit:
+                return max(1, i)
+        return count
 
     def _run_part(self, part: Sequence[int], charge: int, link: Link) -> None:
         """Take this part's share of what calls have in common, run it, and give the share back."""

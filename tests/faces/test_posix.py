@@ -2,8 +2,11 @@
 
 import ctypes
 import errno
+import hashlib
 import mmap
+import multiprocessing
 import os
+import random
 import shutil
 import stat
 import subprocess
@@ -391,6 +394,26 @@ def test_rename_over_files_in_every_state(store, folder):
             assert os.listdir(folder) == ["t"]
 
 
+def test_rename_over_a_value_and_on_leaves_nothing_of_it(store, folder):
+    (folder / "b").write_bytes(b"old")
+    with open(folder / "a", "wb", buffering=0):
+        os.rename(folder / "a", folder / "b")
+        os.rename(folder / "b", folder / "c")
+        assert os.listdir(folder) == ["c"]
+    assert store.get(key(folder / "b", store)) is None
+    assert os.listdir(folder) == ["c"]
+
+
+def test_a_file_being_written_is_listed_although_its_old_value_is_deleted(store, folder):
+    path = folder / "v"
+    path.write_bytes(b"old")
+    with open(path, "wb", buffering=0):
+        store.delete(key(path, store))
+        assert os.listdir(folder) == ["v"]
+    assert store.get(key(path, store)) is None
+    assert os.listdir(folder) == ["v"]
+
+
 def test_rename_errors(folder):
     (folder / "d" / "e").mkdir(parents=True)
     (folder / "full").mkdir()
@@ -614,6 +637,54 @@ def test_a_dead_writer_leaves_what_it_wrote_under_its_temporary_name(store, fold
     eventually(lambda: os.listdir(folder) == [])
 
 
+# -- many at once
+
+
+def worker(path: Path, seed: int, seconds: float) -> None:
+    """Write pages as engines do, and read those of all others: each must be whole, or not there."""
+    rng = random.Random(seed)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        name = f"d{rng.randrange(4)}/p{rng.randrange(40)}"
+        try:
+            if rng.random() < 0.4:
+                body = rng.randbytes(rng.choice([10, 5000, 300_000, 1_500_000]))
+                temporary = path / f"{name}.{os.getpid()}.tmp"
+                temporary.parent.mkdir(exist_ok=True)
+                temporary.write_bytes(hashlib.sha256(body).digest() + body)
+                os.rename(temporary, path / name)
+            elif rng.random() < 0.1:
+                os.unlink(path / name)
+            else:
+                data = (path / name).read_bytes()
+                assert hashlib.sha256(data[32:]).digest() == data[:32], name
+        except OSError as exc:
+            if exc.errno not in (errno.ENOENT, errno.ENOSPC):
+                raise
+
+
+def test_many_processes_while_values_are_evicted(tmp_path):
+    with Mounted(tmp_path / "data", tmp_path / "mnt", capacity=16 * MIB) as store:
+        context = multiprocessing.get_context("fork")
+        seconds = float(os.environ.get("STRESS_SECONDS", "3"))
+        workers = [context.Process(target=worker, args=(store.path, i, seconds)) for i in range(6)]
+        for process in workers:
+            process.start()
+        while any(process.is_alive() for process in workers):
+            store.put(f"d{os.getpid() % 4}/put", b"x" * 100_000)
+            store.evict("d1/")
+            time.sleep(0.05)
+        for process in workers:
+            process.join()
+        assert [process.exitcode for process in workers] == [0] * len(workers)
+        status = store.call("status")["mountpoints"][0]
+        assert status["evictions"] > 0
+        assert status["used_bytes"] <= 16 * MIB
+        assert status["reserved_bytes"] == 0
+        store.call("check")
+        assert store.stop() == ""
+
+
 # -- robustness
 
 
@@ -705,3 +776,29 @@ def check_mountpoints(store):
             os.stat(hub / name)
     with fails(errno.EPERM):
         (hub / "new").write_bytes(b"x")
+
+
+def test_nothing_stays_mounted_when_the_daemon_fails(own):
+    (own.path / "v").write_bytes(b"value")
+    own.process.stdin.write("not json\n")
+    own.process.stdin.flush()
+    assert "JSONDecodeError" in own.process.communicate(timeout=20)[1]
+    assert os.listdir(own.path) == []
+    own.start()
+    assert (own.path / "v").read_bytes() == b"value"
+    own.stop()
+
+
+def test_unmounted_by_somebody_else(own):
+    subprocess.run(["umount", own.path], check=True)
+    eventually(lambda: own.call("status")["sessions"] == 1)
+    own.put("v", b"x")
+    assert "the mount has ended" in own.stop()
+
+
+def test_a_bad_mount_point_is_one_line(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(RuntimeError, match=r"no mount: [^\n]*can't be a mount point: [^\n]*\n$"):
+        Mounted(tmp_path / "data", tmp_path / "file")
+    with pytest.raises(RuntimeError, match=r"no mount: [^\n]*can't be a mount point: [^\n]*\n$"):
+        Mounted(tmp_path / "data", tmp_path / "file" / "below")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import shutil
 import socket
 import stat
 import struct
@@ -21,9 +22,10 @@ from kvcsfs import wire
 from kvcsfs.batch import TTL_GRACE_SECONDS, BatchFace, listen
 from kvcsfs.engine import jobs
 from kvcsfs.engine.engine import Engine
+from kvcsfs.engine.store import SlotStore
 from kvcsfs.errors import ConfigError
 from tests.rawclient import RawClient
-from tests.stores import bytes_on_disk, checksum, config, keys, running, values
+from tests.stores import Gate, bytes_on_disk, checksum, config, keys, path_of, running, values
 
 
 @asynccontextmanager
@@ -171,6 +173,7 @@ async def test_a_wrong_request_fails_alone(tmp_path, request_of):
         await with_client(tmp_path, script)
 
 
+@pytest.mark.usefixtures("in_threads")
 async def test_a_fault_of_ours_fails_one_request(tmp_path, monkeypatch, expected_warnings):
     expected_warnings.append("Usage failed")
 
@@ -203,17 +206,17 @@ async def test_an_open_of_300_keys_is_two_frames(tmp_path):
                 os.close(fd)
             assert client.commit(reply.tokens, [contents[n] for n in part]) == [0] * 150
         asked = [*names[:100], "none", *names[100:]]
-        replies, fds = client.open(asked)
-        assert [len(f) for f in fds] == [253, 47]
+        replies, parts = client.open(asked)
+        assert [len(f) for f in parts] == [253, 47]
         assert [(r.first, r.more, len(r.sizes)) for r in replies] == [(0, True, 254), (254, False, 47)]
         assert len({r.lease for r in replies}) == 1
         assert [len(r.checksums) for r in replies] == [16 * 253, 16 * 47]
         assert replies[0].sizes[100] == 0
         sums = b"".join(r.checksums for r in replies)
-        got = [os.pread(fd, 600, 0) for part in fds for fd in part]
+        got = [os.pread(fd, 600, 0) for part in parts for fd in part]
         assert got == [contents[n] for n in names], "descriptor i belongs to hit i"
         assert sums == b"".join(checksum(contents[n]) for n in names)
-        for fd in (fd for part in fds for fd in part):
+        for fd in (fd for part in parts for fd in part):
             assert fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
             os.close(fd)
         assert client.status()["leases"] == 1
@@ -231,13 +234,13 @@ async def test_a_reserve_of_300_keys_is_two_frames(tmp_path):
     def script(client: RawClient) -> None:
         sizes = [600] * 300
         sizes[0] = 0
-        replies, fds = client.reserve(list(contents), sizes)
-        assert [len(f) for f in fds] == [253, 46]
+        replies, parts = client.reserve(list(contents), sizes)
+        assert [len(f) for f in parts] == [253, 46]
         assert [(r.first, r.more, len(r.tokens)) for r in replies] == [(0, True, 254), (254, False, 46)]
         assert replies[0].tokens[0] == -errno.EINVAL
         tokens = [t for r in replies for t in r.tokens if t > 0]
         written = list(contents.values())[1:]
-        for value, fd in zip(written, (fd for part in fds for fd in part), strict=True):
+        for value, fd in zip(written, (fd for part in parts for fd in part), strict=True):
             assert fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY
             os.pwrite(fd, value, 0)
             os.close(fd)
@@ -316,9 +319,114 @@ async def test_a_slow_client_is_not_waited_for_by_others(tmp_path):
         for i in range(3):
             client.put(f"k{i}", b"x" * 5000)
         with RawClient(tmp_path / "sock") as slow:
-            for i in range(100):  # more answers with descriptors than may be in flight, none of them read
+            for i in range(40):  # more answers with descriptors than may be in flight, none of them read
                 slow.send(wire.Open(i + 2, 0, ["k0", "k1", "k2"]))
             assert client.get("k1") == b"x" * 5000
+
+    async with serving(tmp_path) as engine:
+        await with_client(tmp_path, script)
+        await nothing_held(engine)
+
+
+async def test_a_mountpoint_that_is_not_configured_fails_the_batch(tmp_path):
+    settings = config(tmp_path, mountpoints=2, backend="pooled")
+
+    def script(client: RawClient) -> None:
+        assert (client.hello.backend, [m.index for m in client.hello.mountpoints]) == ("pooled", [0, 1])
+        requests: list[wire.Message] = [
+            wire.Query(5, 2, ["k"]),
+            wire.Open(5, 2, ["k"]),
+            wire.Reserve(5, -1, ["k"], [1]),
+        ]
+        requests += [wire.Delete(5, 1 << 40, ["k"]), wire.Usage(5, 2), wire.List(5, 2), wire.Evict(5, 2)]
+        requests += [wire.Check(5, 2, ["k"]), wire.Remove(5, 2, "k")]
+        for request in requests:
+            failure = client.ask(request, wire.Failure)
+            assert (failure.id, failure.errno) == (5, errno.ENODEV)
+            assert "expected 0 to 1" in failure.message
+        assert client.ask(wire.Query(6, 1, ["k"]), wire.QueryReply).sizes == [0]
+
+    async with running(settings) as engine, trio.open_nursery() as nursery:
+        face = BatchFace(engine, settings.socket)
+        nursery.start_soon(face.serve)
+        await with_client(tmp_path, script)
+        face.stop()
+
+
+async def test_what_an_unclean_stop_left_is_unproven_until_it_is_checked(tmp_path, expected_warnings):
+    expected_warnings.append("dropped 1 entries with a wrong checksum")
+
+    def store(client: RawClient) -> None:
+        for key in ("good", "bad"):
+            client.put(key, b"x" * 5000)
+
+    def check(client: RawClient) -> None:
+        (reply,), (fds,) = client.open(["bad", "none", "good"])
+        assert reply.flags == bytes([wire.UNPROVEN] * 2)
+        for fd in fds:
+            os.close(fd)
+        client.send(wire.Release(0, reply.lease))
+        assert client.ask(wire.Check(9, 0, ["good", "bad", "none"]), wire.CheckReply).statuses == [5000, 0, 0]
+        (reply,), (fds,) = client.open(["bad", "good"])
+        assert (reply.sizes, reply.flags) == ([0, 5000], b"\0")
+        os.close(fds[0])
+        client.put("new", b"y")
+        (reply,), (fds,) = client.open(["new"])
+        assert reply.flags == b"\0"
+        os.close(fds[0])
+
+    async with serving(tmp_path) as engine:
+        await with_client(tmp_path, store)
+        shutil.copytree(tmp_path / "data0", tmp_path / "crash" / "data0")
+    async with serving(tmp_path / "crash") as engine:
+        (bad,) = await engine.query_many(0, ["bad"])
+        assert bad is not None
+        fd = os.open(path_of(tmp_path / "crash" / "data0", bad.slot), os.O_WRONLY)
+        os.pwrite(fd, b"?", 77)
+        os.close(fd)
+        await with_client(tmp_path / "crash", check)
+
+
+async def test_while_the_store_recovers_puts_are_refused_and_gets_miss(tmp_path):
+    def script(client: RawClient) -> None:
+        assert client.get("k") is None
+        assert client.ask(wire.Query(5, 0, ["k"]), wire.QueryReply).sizes == [0]
+        for request in (wire.Reserve(5, 0, ["k"], [1]), wire.Delete(5, 0, ["k"]), wire.Evict(5, 0)):
+            assert client.ask(request, wire.Failure).errno == errno.EBUSY
+
+    async with serving(tmp_path) as engine:
+        engine.volumes[0].recovering = True
+        await with_client(tmp_path, script)
+        engine.volumes[0].recovering = False
+
+
+@pytest.mark.usefixtures("in_threads")
+async def test_an_object_that_can_not_be_opened_is_an_error_in_its_place(tmp_path, monkeypatch):
+    contents = values(["a", "b", "c"])
+    real = SlotStore.open_read
+
+    def script(client: RawClient) -> None:
+        for key, value in contents.items():
+            client.put(key, value)
+        trio.from_thread.run_sync(break_b)
+        (reply,), (fds,) = client.open(["a", "b", "none", "c"])
+        assert reply.sizes == [5000, -errno.EIO, 0, 5000]
+        assert [os.pread(fd, 5000, 0) for fd in fds] == [contents["a"], contents["c"]]
+        assert reply.checksums == checksum(contents["a"]) + checksum(contents["c"])
+        for fd in fds:
+            os.close(fd)
+
+    def break_b() -> None:
+        volume = engine.volumes[0]
+        jobs.close_all(volume.descriptors.clear())
+        slot = volume.catalog.index.get("b").slot
+
+        def failing(self, wanted):
+            if wanted == slot:
+                raise OSError(errno.EIO, "Input/output error")
+            return real(self, wanted)
+
+        monkeypatch.setattr(SlotStore, "open_read", failing)
 
     async with serving(tmp_path) as engine:
         await with_client(tmp_path, script)
@@ -350,14 +458,9 @@ async def test_a_client_that_dies_in_mid_batch_leaves_nothing(tmp_path):
         assert set(await keys(engine)) == set(contents)
 
 
+@pytest.mark.usefixtures("in_threads")
 async def test_a_commit_under_way_completes_when_its_client_goes(tmp_path, monkeypatch):
-    began, go = trio.Event(), trio.Event()
-    real = jobs.seal_many
-
-    def waiting(*args):
-        trio.from_thread.run_sync(began.set)
-        trio.from_thread.run(go.wait)
-        return real(*args)
+    sealing = Gate(monkeypatch, "seal_many")
 
     def leaving(client: RawClient) -> None:
         (reply,), (fds,) = client.reserve(["k", "j"], [5000, 10])
@@ -365,14 +468,13 @@ async def test_a_commit_under_way_completes_when_its_client_goes(tmp_path, monke
             os.pwrite(fd, b"x" * 10, 0)
             os.close(fd)
         client.send(wire.Commit(9, reply.tokens, checksum(b"x") * 2))
-        trio.from_thread.run(began.wait)
+        trio.from_thread.run(sealing.reached.wait)
 
-    monkeypatch.setattr(jobs, "seal_many", waiting)
     async with serving(tmp_path) as engine:
         await with_client(tmp_path, leaving)
         assert await keys(engine) == []
         await trio.testing.wait_all_tasks_blocked()
-        go.set()
+        sealing.go.set()
         await nothing_held(engine)
         assert await keys(engine) == ["j", "k"]
 
@@ -383,7 +485,7 @@ async def test_a_reservation_outlives_its_deadline_by_the_grace(tmp_path):
         os.close(fds[0])
         trio.from_thread.run_sync(seen.append, trio.from_thread.run_sync(remaining))
 
-    def remaining() -> float:
+    def remaining():
         (session,) = [s for s in engine._sessions if s.staged]
         (staged,) = session.staged.values()
         return staged.expires - trio.current_time()
@@ -410,7 +512,7 @@ async def test_a_stop_answers_what_was_asked(tmp_path):
 
     async def stop() -> None:
         while not engine.status()["mountpoints"][0]["puts"]:
-            await trio.sleep(0)
+            await trio.lowlevel.checkpoint()
         face.stop()
 
     async with running(settings) as engine:

@@ -20,7 +20,7 @@ def filled(capacity_objects: int, *names: str, size: int = 1) -> Catalog:
 
 
 def at(catalog: Catalog, key: str) -> Entry:
-    found = catalog.index.get(key)
+    found: Entry | None = catalog.index.get(key)
     assert found is not None
     return found
 

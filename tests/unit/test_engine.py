@@ -26,6 +26,7 @@ from kvcsfs.errors import (
 )
 from tests.stores import (
     CAPACITY,
+    Gate,
     bytes_on_disk,
     checksum,
     config,
@@ -36,6 +37,7 @@ from tests.stores import (
     put,
     reserve,
     running,
+    settle,
     slot_files,
     values,
     write,
@@ -47,13 +49,6 @@ VALUE = OBJECT - BLOCK
 
 def ledger(engine: Engine, index: int = 0):
     return engine.volumes[index].catalog.ledger
-
-
-async def settle(engine: Engine) -> None:
-    """Wait until nothing is left to be reclaimed."""
-    with trio.fail_after(5):
-        while any(not e.pins for v in engine.volumes for e in v.catalog.retired):
-            await trio.sleep(0.001)
 
 
 # -- put and get
@@ -315,9 +310,11 @@ async def test_a_lease_ends_with_its_session(tmp_path):
         assert ledger(engine).reserved == 0
 
 
-async def test_a_session_that_closes_while_it_reserves_keeps_nothing(tmp_path):
+@pytest.mark.usefixtures("in_threads")
+async def test_a_session_that_closes_while_it_reserves_keeps_nothing(tmp_path, monkeypatch):
     async with running(config(tmp_path)) as engine:
         session = engine.session(0)
+        preparing = Gate(monkeypatch, "stage_many")
 
         async def reserving() -> None:
             with pytest.raises(ReservationError, match="closed"):
@@ -325,9 +322,9 @@ async def test_a_session_that_closes_while_it_reserves_keeps_nothing(tmp_path):
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(reserving)
-            while not ledger(engine).reserved:
-                await trio.lowlevel.checkpoint()
+            await preparing.reached.wait()
             await engine.close_session(session)
+            preparing.go.set()
         await settle(engine)
         assert ledger(engine).reserved == 0
         assert all(open_count(path) <= 1 for path in slot_files(tmp_path / "data0")), (
@@ -569,8 +566,9 @@ async def test_a_wrong_value_is_dropped_and_counted(tmp_path, expected_warnings)
         await put(engine, session, "bad", b"b" * 5000)
         (bad,) = await engine.query_many(0, ["bad"])
         assert isinstance(bad, Entry)
-        with open(path_of(tmp_path / "data0", bad.slot), "r+b") as file:
-            file.write(b"?")
+        fd = os.open(path_of(tmp_path / "data0", bad.slot), os.O_WRONLY)
+        os.pwrite(fd, b"?", 0)
+        os.close(fd)
         assert await engine.verify_many(0, ["good", "bad", "none", "bad"]) == [5000, 0, 0, 0]
         assert await keys(engine) == ["good"]
         assert engine.status()["mountpoints"][0]["checksum_errors"] == 1

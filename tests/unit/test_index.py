@@ -83,3 +83,13 @@ def test_load_counts_like_add():
     assert [e.key for e in index.entries()] == ["a", "b/x", "b/y"]
     assert index.usage("b/")[0] == 2
     index.check()
+
+
+def test_a_listing_goes_on_behind_a_name_that_is_empty():
+    index = Index()
+    for key in ("x/", "x/a", "x//b", "x/c/d"):
+        index.add(entry(key))
+    names: list[str] = []
+    while (found := next(index.children("x/", names[-1] if names else None), None)) is not None:
+        names.append(found)
+    assert names == ["", "/", "a", "c/"]

@@ -52,6 +52,10 @@ def test_moving_takes_the_place_of_another():
     directory = inodes.directory(0, "d/", inodes.root, b"d")
     inodes.move(directory, "e/", inodes.root, b"e")
     assert inodes.directory(0, "e/", inodes.root, b"e") is directory
+    other = inodes.directory(0, "f/", inodes.root, b"f")
+    inodes.move(directory, "f/", inodes.root, b"f")
+    inodes.drop_unused(other)
+    assert inodes.directories[0, "f/"] is directory
     inodes.check()
 
 

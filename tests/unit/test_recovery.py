@@ -118,7 +118,7 @@ def test_a_slot_that_can_not_be_read_does_not_stop_the_others(tmp_path, monkeypa
     store.close()
     real = SlotStore._open
 
-    def failing(self: SlotStore, slot: int, flags: int) -> int:
+    def failing(self, slot, flags):
         if slot == bad.slot:
             raise OSError(5, "Input/output error")
         return real(self, slot, flags)

@@ -29,7 +29,10 @@ def from_json(value: Any) -> Any:
 
 def message_of(vector: dict[str, Any]) -> wire.Message:
     kind = (REQUESTS | REPLIES)[vector["message"]]
-    return msgspec.convert([vector["message"], *map(from_json, vector["fields"].values())], kind)
+    message: wire.Message = msgspec.convert(
+        [vector["message"], *map(from_json, vector["fields"].values())], kind
+    )
+    return message
 
 
 def names(vector: dict[str, Any]) -> str:
@@ -71,7 +74,8 @@ def test_a_stream_is_cut_wherever_it_was_split():
     whole = list(wire.FrameBuffer().feed(stream))
     assert len(whole) == len(VECTORS)
     dice = random.Random(1)
-    buffer, cut, i = wire.FrameBuffer(), [], 0
+    buffer, i = wire.FrameBuffer(), 0
+    cut: list[bytes] = []
     while i < len(stream):
         step = dice.randint(1, 40)
         cut += buffer.feed(stream[i : i + step])
