@@ -1,11 +1,12 @@
 """The `kvcsfs` command: arguments to the daemon, or to a request of the socket. One line on stderr for an error.
 
-Exit status: 0 done, 1 failed, 2 wrong arguments or configuration.
+Exit status: 0 done, 1 failed (verify, fsck: something was wrong), 2 wrong arguments or configuration.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import json
 import logging
@@ -32,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `kvcsfs ls | head` ends quietly
     arguments = _parser().parse_args(argv)
     try:
-        arguments.run(arguments)
+        return arguments.run(arguments) or 0
     except ConfigError as exc:
         print(f"kvcsfs: {exc}", file=sys.stderr)
         return 2
@@ -41,7 +42,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -83,7 +83,30 @@ def _parser() -> argparse.ArgumentParser:
         "--bytes", type=_size, metavar="SIZE", help="how much to free; without it all below PREFIX"
     )
     evict.add_argument("--all", action="store_true", help="needed to evict everything")
+
+    verify = _command(
+        commands, "verify", "read every value while the daemon serves; drop what is wrong", _verify
+    )
+    verify.set_defaults(mountpoint=None)
+    verify.add_argument("--after", metavar="KEY", help="go on after KEY, where an earlier run was stopped")
+    _verification(verify, "256MiB")
+
+    fsck = commands.add_parser("fsck", help="verify a store that no daemon serves; drop what is wrong")
+    fsck.add_argument("directory", type=Path, metavar="DIR", help="a mountpoint's backing directory")
+    _verification(fsck, "0")
+    fsck.set_defaults(run=_fsck)
     return parser
+
+
+def _verification(parser: argparse.ArgumentParser, rate: str) -> None:
+    parser.add_argument(
+        "--rate",
+        type=_size,
+        default=rate,
+        metavar="SIZE",
+        help=f"bytes a second at most; 0: no limit ({rate})",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _command(commands: Any, name: str, text: str, run: Any) -> argparse.ArgumentParser:
@@ -109,9 +132,7 @@ def _serve(arguments: argparse.Namespace) -> None:
     try:
         from kvcsfs.daemon import run  # the SDK's install has no trio
     except ModuleNotFoundError as exc:
-        raise ConfigError(
-            f"the daemon needs {exc.name}; install it with: pip install 'kvcsfs[daemon]'"
-        ) from exc
+        raise _not_installed(exc) from exc
     run(functools.partial(load, arguments.config, flags))
 
 
@@ -124,6 +145,8 @@ def _status(arguments: argparse.Namespace) -> None:
     print(f"kvcsfs {status['version']}, up {status['uptime_seconds']:.0f} s, {status['sessions']} sessions")
     for m in status["mountpoints"]:
         print(f"mountpoint {m['index']}: {m['path']} ({m['state']})")
+        if m["state"] == "recovering":
+            print(f"  recovering: {m['recovered_share']:.0%}, {m['recovered_entries']} entries read")
         print(
             f"  {m['entries']} entries, {format_size(m['used_bytes'])} of {format_size(m['capacity_bytes'])} used"
         )
@@ -131,6 +154,9 @@ def _status(arguments: argparse.Namespace) -> None:
         print("  " + ", ".join(f"{p.replace('_', ' ')} {format_size(m[p + '_bytes'])}" for p in parts))
         counters = ("hits", "misses", "puts", "deletes", "evictions", "checksum_errors", "io_errors")
         print("  " + ", ".join(f"{m[c]} {c.replace('_', ' ')}" for c in counters))
+        if m["scrub_done_bytes"] < m["scrub_total_bytes"]:
+            share = m["scrub_done_bytes"] / m["scrub_total_bytes"]
+            print(f"  verifying after an unclean stop: {share:.0%} of {format_size(m['scrub_total_bytes'])}")
 
 
 def _usage(arguments: argparse.Namespace) -> None:
@@ -192,6 +218,46 @@ def _rm(arguments: argparse.Namespace) -> None:
             f"rm: no value under {_printable(missing[0])}"
             + f" and {len(missing) - 1} others" * (len(missing) > 1)
         )
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from kvcsfs.verify import verify
+
+    with Control(arguments.socket) as control:
+        points = [m.index for m in control.hello.mountpoints] if control.hello.backend == "pooled" else [0]
+        if arguments.mountpoint is not None or arguments.after:
+            points = [arguments.mountpoint or 0]
+        results = [verify(control, i, arguments.after or "", arguments.rate) for i in points]
+    if arguments.json:
+        print(json.dumps([dataclasses.asdict(r) for r in results]))
+    else:
+        for r in results:
+            _tell(f"mountpoint {r.mountpoint}", r.entries, r.bytes, r.dropped)
+    return int(any(r.dropped for r in results))
+
+
+def _fsck(arguments: argparse.Namespace) -> int:
+    try:
+        from kvcsfs.fsck import fsck  # the SDK's install has no engine
+    except ModuleNotFoundError as exc:
+        raise _not_installed(exc) from exc
+    result = fsck(arguments.directory, arguments.rate)
+    if arguments.json:
+        print(json.dumps(dataclasses.asdict(result)))
+    else:
+        _tell(result.path, result.entries, result.bytes, result.dropped)
+        print(f"  {result.leftovers} files of no value removed")
+    return int(bool(result.dropped))
+
+
+def _tell(what: str, entries: int, size: int, dropped: Sequence[str]) -> None:
+    print(f"{what}: {entries} entries, {format_size(size)} read, {len(dropped)} dropped")
+    for key in dropped:
+        print(f"  dropped {_printable(key)}")
+
+
+def _not_installed(exc: ModuleNotFoundError) -> ConfigError:
+    return ConfigError(f"the daemon needs {exc.name}; install it with: pip install 'kvcsfs[daemon]'")
 
 
 def _evict(arguments: argparse.Namespace) -> None:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 EARLY_SECONDS = 2.0  # a recovery that takes longer goes on while the store answers
+PROGRESS_SECONDS = 1.0
 RELOAD_SECONDS = 10.0
 STOP_SECONDS = 90.0  # then the process ends whatever still runs; systemd would kill it after 120
 STILL_SECONDS = 15.0  # the same when the event loop doesn't turn
@@ -63,6 +64,7 @@ async def _serve(read: Callable[[], Config]) -> None:
                 await engine.recovered()
             mount = await _mount(engine, config, nursery)
             _announce(config)
+            nursery.start_soon(_tell_recovery, engine, config)
             async for number in signals:
                 if number == signal.SIGHUP:
                     await _reload(engine, read)
@@ -101,10 +103,24 @@ async def _reload(engine: Engine, read: Callable[[], Config]) -> None:
     notify(f"READY=1\nSTATUS={outcome}")
 
 
+def _where(config: Config) -> str:
+    return f"socket={config.socket}" + (f" mount={config.mount}" if config.mount else "")
+
+
 def _announce(config: Config) -> None:
-    where = f"socket={config.socket}" + (f" mount={config.mount}" if config.mount else "")
-    print(f"kvcsfs ready {where}", flush=True)
-    notify(f"READY=1\nSTATUS=serving, {where}")
+    print(f"kvcsfs ready {_where(config)}", flush=True)
+    notify("READY=1")
+
+
+async def _tell_recovery(engine: Engine, config: Config) -> None:
+    """Keep systemd's status line true: how far recovery is, then that it is over."""
+    while waiting := [m for m in engine.status()["mountpoints"] if m["state"] == "recovering"]:
+        share = sum(m["recovered_share"] for m in waiting) / len(waiting)
+        entries = sum(m["recovered_entries"] for m in waiting)
+        notify(f"STATUS=recovering, {share:.0%}, {entries} entries read; {_where(config)}")
+        with trio.move_on_after(PROGRESS_SECONDS):
+            await engine.recovered()
+    notify(f"STATUS=serving, {_where(config)}")
 
 
 def _bound_the_stop() -> None:

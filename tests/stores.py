@@ -36,12 +36,12 @@ def entry(key: str, size: int = 100, slot: int = 1, generation: int = 1) -> Entr
 
 
 def config(path: Path, capacity: int = CAPACITY, mountpoints: int = 1, backend: str = "direct") -> Config:
-    """A configuration with backing directories below `path`. No room is kept free: tests count bytes."""
+    """A configuration with backing directories below `path`. No room is kept, nothing verified: tests count."""
     points = []
     for i in range(mountpoints):
         data = path / f"data{i}"
         data.mkdir(parents=True, exist_ok=True)
-        points.append(MountpointConfig(data, capacity, 0.0, 0.0))
+        points.append(MountpointConfig(data, capacity, 0.0, 0.0, scrub_rate=0))
     return Config(tuple(points), path / "sock", backend=backend)
 
 

@@ -20,8 +20,9 @@ from typing import Any, TypeVar, TypeVarTuple
 import trio
 
 from kvcsfs import __version__
-from kvcsfs.config import Config
+from kvcsfs.config import Config, MountpointConfig
 from kvcsfs.engine import keys
+from kvcsfs.engine.access import Access
 from kvcsfs.engine.entry import Entry
 from kvcsfs.engine.session import Lease, Session, Staged
 from kvcsfs.engine.volume import RETRY_SECONDS, Volume, Watcher
@@ -45,7 +46,10 @@ MAX_VALUE_BYTES = 4 << 30
 CHECKPOINT_SECONDS = 60.0
 MAX_TTL_SECONDS = 3600.0
 EXPIRY_SECONDS = 1.0
-RELOADED = frozenset({"mountpoints"})  # settings that `reload` takes; of mountpoints, capacity and watermarks
+RELOADED = frozenset(
+    {"access", "mountpoints"}
+)  # what `reload` takes; of mountpoints, capacity and watermarks
+VERIFY_ENTRIES = 256  # of one step of a verification
 
 
 @dataclasses.dataclass(slots=True)
@@ -61,6 +65,17 @@ class Opened:
     fds: list[int]
 
 
+@dataclasses.dataclass(slots=True)
+class Verified:
+    """What one step of a verification read. `last` is the key where the next goes on, if there is `more`."""
+
+    entries: int
+    size_bytes: int
+    dropped: list[str]
+    last: str
+    more: bool
+
+
 class Engine:
     """The store. Build it, then run it: `async with engine.running(): ...`.
 
@@ -70,11 +85,12 @@ class Engine:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.watchers: list[Watcher] = []
+        self.access = Access(config.access)
         limit = max(64, raise_descriptor_limit() // 2 // len(config.mountpoints))
         self.volumes: list[Volume] = []
         try:
             for i, mountpoint in enumerate(config.mountpoints):
-                self.volumes.append(Volume(i, mountpoint, limit, self._changed))
+                self.volumes.append(Volume(i, mountpoint, limit, self._changed, self.access))
         except BaseException:
             for volume in self.volumes:
                 volume.store.close()
@@ -91,6 +107,7 @@ class Engine:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Recover in the background and serve; at the end write the snapshots. Sessions must be closed before."""
+        gc.disable()  # it would look at all the entries again and again while they are made
         async with trio.open_nursery() as lanes:
             for volume in self.volumes:
                 await lanes.start(volume.lane.serve)
@@ -100,6 +117,7 @@ class Engine:
                         nursery.start_soon(self._recover, volume)
                         nursery.start_soon(volume.keep_room)
                         nursery.start_soon(volume.reclaim_loose)
+                        nursery.start_soon(volume.scrub.run)
                         nursery.start_soon(self._checkpoints, volume)
                     nursery.start_soon(self._expire)
                     try:
@@ -107,6 +125,7 @@ class Engine:
                     finally:
                         nursery.cancel_scope.cancel()
             finally:
+                gc.enable()
                 with trio.CancelScope(shield=True):
                     await self._close()
 
@@ -122,7 +141,7 @@ class Engine:
                 volume.lane.stop()
 
     def reload(self, config: Config) -> None:
-        """Take the capacities and watermarks of another configuration.
+        """Take the capacities, watermarks and access rules of another configuration.
 
         Raises ConfigError, which names what needs a restart; then nothing has changed.
         """
@@ -130,10 +149,14 @@ class Engine:
         changed = [
             f"store.{name}" for name in settings if getattr(config, name) != getattr(self.config, name)
         ]
-        if [(m.path, m.io) for m in config.mountpoints] != [(m.path, m.io) for m in self.config.mountpoints]:
-            changed.append("the paths or io of [[mountpoints]]")
+        if list(map(_fixed, config.mountpoints)) != list(map(_fixed, self.config.mountpoints)):
+            changed.append("[[mountpoints]] but for capacity and watermarks")
         if changed:
             raise ConfigError(f"{changed[0]} can't change without a restart; nothing was reloaded")
+        if config.access != self.config.access:
+            self.access.load(config.access)
+            for volume in self.volumes:
+                volume.access_changed()
         self.config = config
         for volume, mountpoint in zip(self.volumes, config.mountpoints, strict=True):
             volume.resize(mountpoint)
@@ -145,8 +168,11 @@ class Engine:
             except OSError as exc:  # the other mountpoints serve; this one misses and is busy
                 log.warning("%s: can't be read, trying again: %s", volume.config.path, exc.strerror)
                 await trio.sleep(RETRY_SECONDS)
-        gc.collect()
+        if any(v.recovering for v in self.volumes):
+            return
+        # Entries are millions of long-lived objects; a full collection over them would stop the loop for seconds.
         gc.freeze()
+        gc.enable()
         log.info("%s: %d entries", volume.config.path, len(volume.catalog.index))
 
     async def recovered(self) -> None:
@@ -161,8 +187,7 @@ class Engine:
                 await volume.checkpoint()
             except OSError as exc:
                 log.warning("%s: no checkpoint: %s", volume.config.path, exc.strerror)
-            # Entries are millions of long-lived objects; a full collection over them would stop the loop for seconds.
-            gc.freeze()
+            gc.freeze()  # what was added meanwhile
 
     async def _expire(self) -> None:
         while True:
@@ -231,12 +256,16 @@ class Engine:
         names: Sequence[str],
         renew: bool = True,
         temporaries: bool = False,
+        verify: bool = False,
     ) -> Opened:
-        """Look keys up and pin what is there, under one lease. With `renew` its release counts as a use."""
+        """Look keys up and pin what is there, under one lease. With `renew` its release counts as a use.
+
+        With `verify` what is unproven is read and compared first: for a face whose readers can't do that.
+        """
         volume = self.volume(index)
         if volume.settling:
             await volume.settled(names)
-        entries, errors = await volume.open(session, names, temporaries)
+        entries, errors = await volume.open(session, names, temporaries, verify)
         hits = [e for e in entries if e is not None]
         if not hits:
             return Opened(0, entries, errors, [])
@@ -526,6 +555,22 @@ class Engine:
         volume = self.volume(index)
         return await volume.lane.step(volume.verify, names)
 
+    async def verify_after(self, index: int, after: str, limit_bytes: int) -> Verified:
+        """Read the values of the keys that follow `after`, about `limit_bytes` of them, and drop what is wrong."""
+        volume = self.volume(index)
+        batch: list[Entry] = []
+        page = await self.page(index, "", after, VERIFY_ENTRIES)
+        size = 0
+        for entry in page:
+            batch.append(entry)
+            size += entry.size
+            if size >= limit_bytes:
+                break
+        dropped = await volume.lane.step(volume.verify_entries, batch, True)
+        last = batch[-1].key if batch else ""
+        more = len(batch) < len(page) or len(page) == VERIFY_ENTRIES
+        return Verified(len(batch), size, [e.key for e in dropped], last, more)
+
     def status(self) -> dict[str, Any]:
         """Figures for people and for metrics."""
         return {
@@ -542,6 +587,11 @@ class Engine:
         """Assert every invariant."""
         for volume in self.volumes:
             volume.check()
+
+
+def _fixed(mountpoint: MountpointConfig) -> MountpointConfig:
+    """A mountpoint without what can change while it is served."""
+    return dataclasses.replace(mountpoint, capacity=0, low_watermark=0.0, high_watermark=0.0)
 
 
 def raise_descriptor_limit() -> int:

@@ -16,10 +16,13 @@ import trio
 
 from kvcsfs.config import MountpointConfig
 from kvcsfs.engine import jobs, recovery
+from kvcsfs.engine.access import Access
 from kvcsfs.engine.catalog import FREE_SLOTS_SHARE, Catalog, FreeSlot, Plan
 from kvcsfs.engine.descriptors import Descriptors
 from kvcsfs.engine.entry import BLOCK, TEMPORARY, UNPROVEN, Entry, charge, flags_of
+from kvcsfs.engine.faults import point
 from kvcsfs.engine.lane import Lane
+from kvcsfs.engine.scrub import Scrub
 from kvcsfs.engine.session import Session, Staged
 from kvcsfs.engine.store import SlotStore, now
 from kvcsfs.errors import BackingError, BusyError, CapacityError, ExistsError, KvcsError, NotFoundError
@@ -40,14 +43,18 @@ class Volume:
     `watch` is called with (index, keys) for keys whose value came, went or changed.
     """
 
-    def __init__(self, index: int, config: MountpointConfig, descriptor_limit: int, watch: Watcher) -> None:
+    def __init__(
+        self, index: int, config: MountpointConfig, descriptor_limit: int, watch: Watcher, access: Access
+    ) -> None:
         self.index = index
+        self.access = access
         self.config = config
-        self.store = SlotStore(config.path, config.io == "direct")
+        self.store = SlotStore(config.path, config.io == "direct", config.durability == "fsync")
         self.lane = Lane(self.store)
-        self.catalog = Catalog(config.capacity)
+        self.catalog = Catalog(config.capacity, access.domain)
         self.descriptors = Descriptors(descriptor_limit)
         self.recovering = True
+        self.recovery = recovery.Watch()
         self.settling: dict[str, trio.Event] = {}  # keys whose writers on the mount have all flushed
         self.extras: dict[str, Any] = {}  # what faces keep in the snapshot
         self.counters = dict.fromkeys(
@@ -63,12 +70,14 @@ class Volume:
             ),
             0,
         )
+        self.scrub = Scrub(config.scrub_rate, self.verify_entries)
         self._watch = watch
         self._sizes: dict[int, int] = {}  # one int object for all values of a size
         self._claimed: dict[str, trio.Event] = {}
         self._reclaiming: set[Entry] = set()
         self._hold_limit = min(HELD_SLOTS, descriptor_limit // 4)
         self._keeping = 0  # bytes on the way to be free slots
+        self._regrouped = False  # free slots are from other access domains
         self._low = trio.Event()
         self._loose = trio.Event()
 
@@ -109,12 +118,15 @@ class Volume:
         return [None if (e := get(name)) is None or e.flags & TEMPORARY else e for name in names]
 
     async def open(
-        self, session: Session, names: Sequence[str], temporaries: bool
+        self, session: Session, names: Sequence[str], temporaries: bool, verify: bool
     ) -> tuple[list[Entry | None], dict[int, KvcsError]]:
         """Pin what is found, and see that each has a descriptor in the session's table; None is a miss.
 
-        The second result has the positions whose object file can't be opened; nothing is pinned for those.
+        The second result has the positions whose object file can't be opened; nothing is pinned for those. With
+        `verify` what is unproven is read first, for a caller that serves the bytes as they are.
         """
+        if verify and (doubtful := [e for e in self.lookup(names, temporaries) if e and not e.proven]):
+            await self.lane.step(self.verify_entries, list(dict.fromkeys(doubtful)))
         found = self.lookup(names, temporaries)
         hits = [e for e in found if e is not None]
         if hits:
@@ -186,7 +198,8 @@ class Volume:
         charges = every[: session.admit(every, self.catalog.ledger.capacity)]
         if len(self._sizes) > KNOWN_SIZES:
             self._sizes.clear()
-        plan = self.catalog.promise(charges)
+        plan = self.catalog.promise(charges, names)
+        point("reserve.promised")
         staged = await self._stage(plan, charges, await self._make_room(plan))
         results: list[Staged | KvcsError] = []
         for i, (charged, outcome) in enumerate(zip(charges, staged, strict=True)):
@@ -303,6 +316,7 @@ class Volume:
                 continue
             self.catalog.insert(entry)
             committed.append(entry)
+        point("commit.indexed")
         self.catalog.refresh(committed, created)
         self.counters["puts"] += len(committed)
         self._watch(self.index, [e.key for e in committed])
@@ -322,31 +336,42 @@ class Volume:
         await self.reclaim(entries)
 
     async def delete(self, names: Sequence[str], temporaries: bool) -> list[KvcsError | None]:
-        """Remove keys. Their footers are void when this returns, so that nothing comes back after a crash."""
+        """Remove keys. Their footers are void when this returns, so that nothing comes back after a crash.
+
+        BackingError in the place of a key whose object could not be removed: it is gone until the next start.
+        """
         self._check_ready()
         results: list[KvcsError | None] = [None] * len(names)
         async with self._claim(set(names)):
-            entries: list[Entry] = []
+            entries: dict[Entry, int] = {}
             for i, name in enumerate(names):
                 entry = self.catalog.index.get(name)
                 if entry is None or (entry.flags & TEMPORARY and not temporaries):
                     results[i] = NotFoundError(f"{name!r} has no value")
                 else:
                     self.catalog.remove(entry)
-                    entries.append(entry)
+                    entries[entry] = i
             self.counters["deletes"] += len(entries)
-            await self._discard(entries)
+            for entry, exc in (await self._discard(entries, self.store.durable)).items():
+                results[entries[entry]] = BackingError(f"removing an object: {exc.strerror}")
         self._watch(self.index, [e.key for e in entries])
         return results
 
-    async def _discard(self, entries: Sequence[Entry]) -> None:
-        """Void and reclaim entries that just left the index; of those still held the footer is voided now."""
-        held = [e for e in entries if e.pins]
+    async def _discard(self, entries: Collection[Entry], in_place: bool = False) -> dict[Entry, OSError]:
+        """Void and reclaim entries that just left the index; returns those that would come back after a crash.
+
+        What is still held is voided now and reclaimed later, as is everything with `in_place`.
+        """
+        held = [e for e in entries if e.pins or in_place]
+        failed: dict[Entry, OSError] = {}
         if held:
             self.catalog.pin(held)
-            await self.lane.brief(jobs.void_many, held)
+            outcomes = await self.lane.brief(jobs.void_many, held)
+            failed = {e: exc for e, exc in zip(held, outcomes, strict=True) if exc}
+            self.counters["io_errors"] += len(failed)
             self.catalog.unpin(held)
-        await self.reclaim([e for e in entries if not e.pins])
+        stuck = await self.reclaim([e for e in entries if not e.pins])
+        return {e: exc for e, exc in {**failed, **stuck}.items() if e in self.catalog.retired}
 
     async def rename(self, old: str, new: str) -> None:
         """Give the value of `old` the key `new`, replacing what that held. Raises NotFoundError."""
@@ -434,11 +459,14 @@ class Volume:
             self.counters["evicted_bytes"] += sum(v.charged for v in victims)
             self._watch(self.index, [v.key for v in victims])
 
-    async def reclaim(self, entries: Sequence[Entry]) -> None:
-        """Make free slots of retired entries that nobody holds, as many as may be kept; unlink the others."""
+    async def reclaim(self, entries: Sequence[Entry]) -> dict[Entry, OSError]:
+        """Make free slots of retired entries that nobody holds, as many as may be kept; unlink the others.
+
+        Returns those that could not be removed; they stay retired and are tried again.
+        """
         entries = [e for e in entries if e not in self._reclaiming and e in self.catalog.retired]
         if not entries:
-            return
+            return {}
         self._reclaiming.update(entries)
         limit = self.catalog.ledger.capacity // FREE_SLOTS_SHARE
         kept: list[Entry] = []
@@ -449,27 +477,35 @@ class Volume:
             total += entry.charged * fits
             (kept if fits else others).append(entry)
         self._keeping += total - before
+        stuck: dict[Entry, OSError] = {}
         try:
             await self.close_fds(self.descriptors.take(entries))
             if kept:
-                self._book(kept, await self.lane.brief(jobs.recycle_many, kept, self._holds(len(kept))))
+                holds = self._holds(len(kept))
+                stuck |= self._book(kept, await self.lane.brief(jobs.recycle_many, kept, holds))
             if others:
-                self._book(others, await self.lane.run(jobs.unlink_many, self.store, others))
+                stuck |= self._book(others, await self.lane.run(jobs.unlink_many, self.store, others))
         finally:
             self._reclaiming.difference_update(entries)
             self._keeping -= total - before
+        return stuck
 
     def _holds(self, count: int) -> list[bool]:
         """Which of so many new free slots keep their descriptor."""
         left = self._hold_limit - sum(s.fd >= 0 for s in self.catalog.free_slots()) - len(self._reclaiming)
         return [i < left for i in range(count)]
 
-    def _book(self, entries: Sequence[Entry], outcomes: Sequence[FreeSlot | OSError | None]) -> None:
+    def _book(
+        self, entries: Sequence[Entry], outcomes: Sequence[FreeSlot | OSError | None]
+    ) -> dict[Entry, OSError]:
+        stuck: dict[Entry, OSError] = {}
         for entry, outcome in zip(entries, outcomes, strict=True):
             if isinstance(outcome, OSError):
-                self.counters["io_errors"] += 1
+                stuck[entry] = outcome
             else:
                 self.catalog.reclaimed(entry, outcome)
+        self.counters["io_errors"] += len(stuck)
+        return stuck
 
     async def evict(self, prefix: str, target: int) -> tuple[int, int]:
         """Evict entries below `prefix`, least recently used first, until `target` bytes went; 0 for all."""
@@ -503,11 +539,19 @@ class Volume:
         self.catalog.ledger.capacity = config.capacity
         self._low.set()
 
+    def access_changed(self) -> None:
+        """The access domains are others now."""
+        self._regrouped = True
+        self._low.set()
+
     async def keep_room(self) -> None:
         """Background: when less than the low watermark is free, evict up to the high one."""
         while True:
             await self._low.wait()
             self._low = trio.Event()
+            if self._regrouped:
+                self._regrouped = False
+                await self.drop_free()
             if not self.recovering:
                 await self._clear(self.catalog.ledger.capacity * self.config.high_watermark)
 
@@ -519,6 +563,11 @@ class Volume:
             if self.catalog.room <= before:  # files can't be removed: going on would empty the store
                 break
         while self.catalog.ledger.free < 0 and (free := self.catalog.drop_free()):
+            await self.lane.run(jobs.drop, self.store, free)
+
+    async def drop_free(self) -> None:
+        """Give up every free slot: of which access domain it is isn't known, as after a start, or has changed."""
+        while free := self.catalog.drop_free():
             await self.lane.run(jobs.drop, self.store, free)
 
     def _oldest(self, missing: float) -> list[Entry]:
@@ -544,34 +593,75 @@ class Volume:
     async def verify(self, names: Sequence[str]) -> list[int]:
         """Read values and drop the wrong ones. Returns sizes; 0 for what is absent or was dropped."""
         entries = [self.catalog.index.get(name) for name in names]
-        held = [e for e in entries if e is not None]
-        self.catalog.pin(held)
-        outcomes = dict(zip(held, await self.lane.run(jobs.verify_many, self.store, held), strict=True))
+        await self.verify_entries([e for e in entries if e is not None])
+        return [e.size if e is not None and e.live else 0 for e in entries]
+
+    async def verify_entries(self, entries: Sequence[Entry], unreadable_too: bool = False) -> list[Entry]:
+        """Read the values of entries in the index, drop the wrong ones and return them.
+
+        What can't be read is dropped with `unreadable_too` alone: it may be right, and the trouble may end.
+        """
+        self.catalog.pin(entries)
+        outcomes = dict(zip(entries, await self.lane.run(jobs.verify_many, self.store, entries), strict=True))
         wrong = [e for e in outcomes if outcomes[e] is False and e.live]
-        for entry in held:
+        unreadable = [e for e in outcomes if isinstance(outcomes[e], OSError) and e.live]
+        for entry in entries:
             if outcomes[entry] is True:
                 entry.flags &= ~UNPROVEN
+        self.counters["checksum_errors"] += len(wrong)
+        self.counters["io_errors"] += len(unreadable)
         if wrong:
             log.warning("%s: dropped %d entries with a wrong checksum", self.config.path, len(wrong))
-            self.counters["checksum_errors"] += len(wrong)
-            for entry in wrong:
-                self.catalog.remove(entry)
-            self._watch(self.index, [e.key for e in wrong])
-            await self._discard(wrong)
-        self.release(held)
-        return [e.size if e is not None and e.live else 0 for e in entries]
+        if unreadable:
+            log.warning("%s: %d entries can't be read", self.config.path, len(unreadable))
+        dropped = wrong + unreadable * unreadable_too
+        for entry in dropped:
+            self.catalog.remove(entry)
+        if dropped:
+            self._watch(self.index, [e.key for e in dropped])
+            await self._discard(dropped)
+        self.release(entries)
+        return dropped
 
     # -- start and stop
 
     async def recover(self) -> None:
         """Fill the catalog from the snapshot or the footers; entries over the capacity leave, oldest first."""
-        found = await self.lane.run(recovery.recover, self.store)
-        self.catalog.load(found.entries)
-        for slot in found.free_slots:
-            self.catalog.add_free(slot)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._stop_recovery)
+            outcome = await self.lane.run(self._recovered)
+            nursery.cancel_scope.cancel()
+        if outcome is None:
+            return
+        if isinstance(outcome, OSError):
+            raise outcome
+        found, catalog = outcome
+        catalog.ledger.capacity = self.catalog.ledger.capacity
+        catalog.domain = self.access.domain
+        self.catalog = catalog
         self.extras.update(found.extras)
+        self.scrub.begin([e for e in found.entries if not e.proven])
         await self._clear(0)
+        if self.access.restricted:
+            await self.drop_free()
         self.recovering = False
+
+    def _recovered(self) -> tuple[recovery.Found, Catalog] | OSError | None:
+        """In a thread: the catalog is built aside, as the event loop reads the present one. None: the daemon stops."""
+        try:
+            found = recovery.recover(self.store, self.recovery)
+        except recovery.Stopped:
+            return None
+        except OSError as exc:
+            return exc
+        return found, recovery.load(found, self.catalog.ledger.capacity)
+
+    async def _stop_recovery(self) -> None:
+        """Tell the thread when the daemon stops: a cancellation doesn't reach it."""
+        try:
+            await trio.sleep_forever()
+        finally:
+            self.recovery.stopped = True
 
     async def checkpoint(self, clean: bool = False) -> None:
         """Write the snapshot; `clean` says that it is exact and nothing follows it."""
@@ -625,6 +715,10 @@ class Volume:
             "pinned_bytes": self.catalog.pinned,
             "descriptors": len(self.descriptors),
             "hangs": self.lane.hangs,
+            "recovered_entries": self.recovery.entries,
+            "recovered_share": round(self.recovery.share, 3),
+            "scrub_total_bytes": self.scrub.total_bytes,
+            "scrub_done_bytes": self.scrub.done_bytes,
             **self.counters,
         }
 

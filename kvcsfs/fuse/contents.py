@@ -77,7 +77,9 @@ class Contents:
         """Pin the entry of a file, so that it stays readable whatever happens to its key."""
         if node.lease or node.entry is None:
             return
-        opened = await self._engine.open_many(self._session, node.index, [node.key], temporaries=True)
+        opened = await self._engine.open_many(
+            self._session, node.index, [node.key], temporaries=True, verify=True
+        )
         if opened.errors:
             raise opened.errors[0]
         if opened.entries[0] is not node.entry:

@@ -22,9 +22,9 @@ from kvcsfs.sdk.transfer import PENDING
 from kvcsfs.sdk.workers import Errand
 from kvcsfs.sdk.writing import Slots, Writing
 
-PART_KEYS = (
-    64  # of one reserve: enough to carry its round trips, small enough that the lanes of a batch overlap
-)
+# Of one reserve: enough to carry its round trips, small enough that the lanes of a batch overlap.
+PART_KEYS = 64
+PART_BYTES = 64 << 20
 _NO_POINT = wire.MountpointInfo(0, 0)
 
 

@@ -70,7 +70,17 @@ class Container:
         self._group.mkdir()
         shown = {str(ROOT), sys.prefix, sys.base_prefix} - {"/usr"}
         self._console = open(scratch / "console.log", "wb")  # noqa: SIM115 closed with the container
-        boot = ["unshare", "--mount", "--pid", "--uts", "--ipc", "--net", "--cgroup", "--fork", "--kill-child"]
+        boot = [
+            "unshare",
+            "--mount",
+            "--pid",
+            "--uts",
+            "--ipc",
+            "--net",
+            "--cgroup",
+            "--fork",
+            "--kill-child",
+        ]
         boot += ["sh", str(Path(__file__).with_name("boot.sh")), str(scratch), *sorted(shown)]
         enter = f'echo $$ >{self._group}/cgroup.procs && exec "$@"'
         self._process = subprocess.Popen(

@@ -674,9 +674,9 @@ async def test_while_it_recovers_the_store_misses_and_is_busy(tmp_path, monkeypa
         await put(engine, engine.session(0), "k", b"x")
     real, go = recovery.recover, trio.Event()
 
-    def waiting(store):
+    def waiting(store, watch):
         trio.from_thread.run(go.wait)
-        return real(store)
+        return real(store, watch)
 
     monkeypatch.setattr(recovery, "recover", waiting)
     engine = Engine(settings)
