@@ -627,6 +627,7 @@ class Volume:
 
     async def recover(self) -> None:
         """Fill the catalog from the snapshot or the footers; entries over the capacity leave, oldest first."""
+        self.recovery.stopped = False
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._stop_recovery)
             outcome = await self.lane.run(self._recovered)
