@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import logging
 import signal
@@ -160,12 +161,11 @@ def _size(text: str) -> int:
 def _serve(arguments: argparse.Namespace) -> None:
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     flags = {name: getattr(arguments, name) for name in ("data", "capacity", "mount", "socket", "metrics")}
-    config = load(arguments.config, flags)
     try:
         from kvcsfs.daemon import run  # the SDK's install has no trio
     except ModuleNotFoundError as exc:
         raise _not_installed(exc) from exc
-    run(config)
+    run(functools.partial(load, arguments.config, flags))
 
 
 def _status(arguments: argparse.Namespace) -> None:

@@ -31,7 +31,8 @@ VERSION = 1
 READ_CHUNK = 1 << 20
 ALLOCATION_SLACK = 1 << 20  # extent blocks that a file system counts to a file, never ours to limit
 _MEMORY = frozenset({"tmpfs", "ramfs"})
-_LOCAL = _MEMORY | {"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "bcachefs", "zfs"}
+# Where no server is asked: FUSE and NFS flush at every close.
+_LOCAL = _MEMORY | {"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "bcachefs", "zfs", "overlay"}
 _AT_FDCWD = -100
 _STATX_DIOALIGN = 0x2000
 _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW
@@ -149,6 +150,14 @@ class SlotStore:
                 if left.split()[2] == wanted:
                     return right.split()[0]
         return ""
+
+    def probe(self) -> None:
+        """Ask the file system for something small that it can't answer from a cache; an error is an answer."""
+        try:
+            os.close(os.open("probe", os.O_WRONLY | os.O_CREAT | _FLAGS, 0o600, dir_fd=self._slots))
+            os.unlink("probe", dir_fd=self._slots)
+        except OSError:
+            pass
 
     def resume_after(self, generation: int) -> None:
         """Give no number up to `generation`: the directory `epoch` may be older than the slots, or have been lost."""

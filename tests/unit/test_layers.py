@@ -48,7 +48,7 @@ LAYERS = (
         for name in (
             "kvcsfs.engine.engine",
             "kvcsfs.engine.volume",
-            "kvcsfs.engine.files",
+            "kvcsfs.engine.lane",
             "kvcsfs.engine.scrub",
         )
     ),
