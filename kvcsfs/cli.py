@@ -1,11 +1,13 @@
 """The `kvcsfs` command: arguments to the daemon, or to a request of the socket. One line on stderr for an error.
 
-Exit status: 0 done, 1 failed, 2 wrong arguments or configuration.
+Exit status: 0 done, 1 failed (verify, fsck: something was wrong), 2 wrong arguments or configuration.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import functools
 import json
 import logging
 import signal
@@ -20,6 +22,7 @@ from kvcsfs.config import format_size, load, parse_size
 from kvcsfs.control import Control, default_socket
 from kvcsfs.errors import ConfigError, KvcsError
 from kvcsfs.mounts import bind
+from kvcsfs.size import Model
 
 
 class _Parser(argparse.ArgumentParser):
@@ -32,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `kvcsfs ls | head` ends quietly
     arguments = _parser().parse_args(argv)
     try:
-        arguments.run(arguments)
+        return arguments.run(arguments) or 0
     except ConfigError as exc:
         print(f"kvcsfs: {exc}", file=sys.stderr)
         return 2
@@ -41,7 +44,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -90,7 +92,61 @@ def _parser() -> argparse.ArgumentParser:
         "--prefix", default="", metavar="PREFIX", help="only the keys below this first component"
     )
     mount.add_argument("--read-only", action="store_true", help="refuse every change there")
+
+    verify = _command(
+        commands, "verify", "read every value while the daemon serves; drop what is wrong", _verify
+    )
+    verify.set_defaults(mountpoint=None)
+    verify.add_argument("--after", metavar="KEY", help="go on after KEY, where an earlier run was stopped")
+    _verification(verify, "256MiB")
+
+    fsck = commands.add_parser("fsck", help="verify a store that no daemon serves; drop what is wrong")
+    fsck.add_argument("directory", type=Path, metavar="DIR", help="a mountpoint's backing directory")
+    _verification(fsck, "0")
+    fsck.set_defaults(run=_fsck)
+
+    _add_size(commands)
     return parser
+
+
+def _verification(parser: argparse.ArgumentParser, rate: str) -> None:
+    parser.add_argument(
+        "--rate",
+        type=_size,
+        default=rate,
+        metavar="SIZE",
+        help=f"bytes a second at most; 0: no limit ({rate})",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _add_size(commands: Any) -> None:
+    text = "bytes of a model's KV cache, and the capacity that a number of tokens needs"
+    size = commands.add_parser("size", help=text, description=text)
+    size.add_argument("--layers", type=int, required=True, metavar="N")
+    size.add_argument("--kv-heads", type=int, default=0, metavar="N", help="heads of keys and values")
+    size.add_argument("--head-dim", type=int, default=0, metavar="N")
+    size.add_argument("--value-head-dim", type=int, default=0, metavar="N", help="if values have another")
+    size.add_argument(
+        "--latent",
+        type=int,
+        default=0,
+        metavar="N",
+        help="MLA, without heads: kv_lora_rank + qk_rope_head_dim",
+    )
+    size.add_argument(
+        "--dtype", default="bf16", metavar="NAME", help="bf16, fp16, fp32, fp8, ...; default bf16"
+    )
+    size.add_argument("--ranks", type=int, default=1, metavar="N", help="workers that split the heads")
+    size.add_argument(
+        "--block-tokens", type=int, default=64, metavar="N", help="tokens of one value; default 64"
+    )
+    size.add_argument(
+        "--tokens", type=int, default=1_000_000, metavar="N", help="tokens to keep; default 1000000"
+    )
+    size.add_argument("--capacity", type=_size, metavar="SIZE", help="say how many tokens it keeps instead")
+    size.add_argument("--json", action="store_true", help="print JSON")
+    size.set_defaults(run=_size_model)
 
 
 def _command(commands: Any, name: str, text: str, run: Any) -> argparse.ArgumentParser:
@@ -113,14 +169,11 @@ def _size(text: str) -> int:
 def _serve(arguments: argparse.Namespace) -> None:
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     flags = {name: getattr(arguments, name) for name in ("data", "capacity", "mount", "socket", "metrics")}
-    config = load(arguments.config, flags)
     try:
         from kvcsfs.daemon import run  # the SDK's install has no trio
     except ModuleNotFoundError as exc:
-        raise ConfigError(
-            f"the daemon needs {exc.name}; install it with: pip install 'kvcsfs[daemon]'"
-        ) from exc
-    run(config)
+        raise _not_installed(exc) from exc
+    run(functools.partial(load, arguments.config, flags))
 
 
 def _status(arguments: argparse.Namespace) -> None:
@@ -132,6 +185,8 @@ def _status(arguments: argparse.Namespace) -> None:
     print(f"kvcsfs {status['version']}, up {status['uptime_seconds']:.0f} s, {status['sessions']} sessions")
     for m in status["mountpoints"]:
         print(f"mountpoint {m['index']}: {m['path']} ({m['state']})")
+        if m["state"] == "recovering":
+            print(f"  recovering: {m['recovered_share']:.0%}, {m['recovered_entries']} entries read")
         print(
             f"  {m['entries']} entries, {format_size(m['used_bytes'])} of {format_size(m['capacity_bytes'])} used"
         )
@@ -139,6 +194,9 @@ def _status(arguments: argparse.Namespace) -> None:
         print("  " + ", ".join(f"{p.replace('_', ' ')} {format_size(m[p + '_bytes'])}" for p in parts))
         counters = ("hits", "misses", "puts", "deletes", "evictions", "checksum_errors", "io_errors")
         print("  " + ", ".join(f"{m[c]} {c.replace('_', ' ')}" for c in counters))
+        if m["scrub_done_bytes"] < m["scrub_total_bytes"]:
+            share = m["scrub_done_bytes"] / m["scrub_total_bytes"]
+            print(f"  verifying after an unclean stop: {share:.0%} of {format_size(m['scrub_total_bytes'])}")
 
 
 def _usage(arguments: argparse.Namespace) -> None:
@@ -202,6 +260,46 @@ def _rm(arguments: argparse.Namespace) -> None:
         )
 
 
+def _verify(arguments: argparse.Namespace) -> int:
+    from kvcsfs.verify import verify
+
+    with Control(arguments.socket) as control:
+        points = [m.index for m in control.hello.mountpoints] if control.hello.backend == "pooled" else [0]
+        if arguments.mountpoint is not None or arguments.after:
+            points = [arguments.mountpoint or 0]
+        results = [verify(control, i, arguments.after or "", arguments.rate) for i in points]
+    if arguments.json:
+        print(json.dumps([dataclasses.asdict(r) for r in results]))
+    else:
+        for r in results:
+            _tell(f"mountpoint {r.mountpoint}", r.entries, r.bytes, r.dropped)
+    return int(any(r.dropped for r in results))
+
+
+def _fsck(arguments: argparse.Namespace) -> int:
+    try:
+        from kvcsfs.fsck import fsck  # the SDK's install has no engine
+    except ModuleNotFoundError as exc:
+        raise _not_installed(exc) from exc
+    result = fsck(arguments.directory, arguments.rate)
+    if arguments.json:
+        print(json.dumps(dataclasses.asdict(result)))
+    else:
+        _tell(result.path, result.entries, result.bytes, result.dropped)
+        print(f"  {result.leftovers} files of no value removed")
+    return int(bool(result.dropped))
+
+
+def _tell(what: str, entries: int, size: int, dropped: Sequence[str]) -> None:
+    print(f"{what}: {entries} entries, {format_size(size)} read, {len(dropped)} dropped")
+    for key in dropped:
+        print(f"  dropped {_printable(key)}")
+
+
+def _not_installed(exc: ModuleNotFoundError) -> ConfigError:
+    return ConfigError(f"the daemon needs {exc.name}; install it with: pip install 'kvcsfs[daemon]'")
+
+
 def _evict(arguments: argparse.Namespace) -> None:
     if arguments.bytes == 0:
         raise ConfigError("evict: --bytes 0: expected at least 1 byte")
@@ -222,6 +320,38 @@ def _mount(arguments: argparse.Namespace) -> None:
     if status["mount"] is None:
         raise KvcsError(f"mount: the daemon at {arguments.socket} has no mount; start it with --mount DIR")
     bind(Path(status["mount"]), prefix, arguments.path.absolute(), arguments.read_only)
+
+
+def _size_model(arguments: argparse.Namespace) -> None:
+    try:
+        model = Model(
+            arguments.layers,
+            arguments.kv_heads,
+            arguments.head_dim,
+            arguments.dtype,
+            arguments.value_head_dim,
+            arguments.latent,
+            arguments.ranks,
+        )
+        block, capacity = arguments.block_tokens, arguments.capacity
+        figures = {
+            "token_bytes": model.token_bytes,
+            "value_bytes": model.value_bytes(block),
+            "charged_bytes": model.charged_bytes(block),
+            "tokens": arguments.tokens if capacity is None else model.tokens(capacity, block),
+            "capacity_bytes": model.capacity(arguments.tokens, block) if capacity is None else capacity,
+        }
+    except ValueError as exc:
+        raise ConfigError(f"size: {exc}") from None
+    if arguments.json:
+        print(json.dumps(figures))
+        return
+    print(f"a token: {format_size(figures['token_bytes'])}")
+    print(
+        f"a value of {block} tokens: {format_size(figures['value_bytes'])} on each of {model.stored_ranks} ranks, "
+        f"{format_size(figures['charged_bytes'])} in all with padding and footers"
+    )
+    print(f"{figures['tokens']} tokens: a capacity of {format_size(figures['capacity_bytes'])}")
 
 
 if __name__ == "__main__":

@@ -48,6 +48,19 @@ class MountpointConfig:
     low_watermark: float = 0.005
     high_watermark: float = 0.01
     io: str = "buffered"  # or "direct"
+    durability: str = "none"  # or "fsync": what is acknowledged survives a power loss
+    scrub_rate: int = 64 << 20  # bytes a second that the background verification reads at most; 0: none
+
+
+@dataclasses.dataclass(frozen=True)
+class AccessRule:
+    """What users and groups may do with the keys that start with `prefix`; `users` None is everyone."""
+
+    prefix: str
+    users: frozenset[int] | None
+    groups: frozenset[int] = frozenset()
+    read: bool = True
+    write: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +99,7 @@ class Config:
     mount_xattrs: bool = False
     permissions: tuple[Permissions, ...] = ()
     places: tuple[Place, ...] = ()
+    access: tuple[AccessRule, ...] = ()  # none: whoever may connect may do everything
 
 
 def load(file: Path | None, flags: Mapping[str, str | None]) -> Config:
@@ -96,13 +110,15 @@ def load(file: Path | None, flags: Mapping[str, str | None]) -> Config:
     """
     source = str(file) if file else "command line"
     document = _read(file) if file else {}
-    unknown = sorted(set(document) - {"store", "mountpoints", "prefixes", "mounts"})
+    unknown = sorted(set(document) - {"store", "mountpoints", "access", "prefixes", "mounts"})
     if unknown:
         raise ConfigError(
-            f"{source}: unknown key {unknown[0]!r}, expected [store], [[mountpoints]], [[prefixes]] or [[mounts]]"
+            f"{source}: unknown key {unknown[0]!r}, expected [store], [[mountpoints]], [[access]], [[prefixes]] "
+            "or [[mounts]]"
         )
     store = _table(source, "store", document.get("store", {}), _STORE_KEYS)
     tables = _tables(source, "mountpoints", document, _MOUNTPOINT_KEYS)
+    rules = _tables(source, "access", document, _ACCESS_KEYS)
     for name in ("mount", "socket", "metrics"):
         if flags.get(name):
             store[name] = flags[name]
@@ -120,7 +136,8 @@ def load(file: Path | None, flags: Mapping[str, str | None]) -> Config:
     for i, path in enumerate(paths):
         if path in paths[:i]:
             raise ConfigError(f"{source}: mountpoints[{i}].path: {path} is used twice")
-    config = _store(f"{source}: store", store, mountpoints)
+    access = tuple(_access(f"{source}: access[{i}]", rule) for i, rule in enumerate(rules))
+    config = _store(f"{source}: store", store, mountpoints, access)
     prefixes = _tables(source, "prefixes", document, _PREFIX_KEYS)
     permissions = [_permissions(f"{source}: prefixes[{i}]", t) for i, t in enumerate(prefixes)]
     mounts = _tables(source, "mounts", document, _PLACE_KEYS)
@@ -133,13 +150,6 @@ def load(file: Path | None, flags: Mapping[str, str | None]) -> Config:
         permissions=(*config.permissions, *permissions),
         places=tuple(_place(f"{source}: mounts[{i}]", t) for i, t in enumerate(mounts)),
     )
-
-
-def _tables(source: str, name: str, document: dict[str, Any], known: frozenset[str]) -> list[dict[str, Any]]:
-    raw = document.get(name, [])
-    if not isinstance(raw, list):
-        raise ConfigError(f"{source}: {name}: expected [[{name}]] tables")
-    return [_table(source, f"{name}[{i}]", t, known) for i, t in enumerate(raw)]
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -157,7 +167,21 @@ _STORE_KEYS = frozenset(
 )
 _PREFIX_KEYS = frozenset({"prefix", "owner", "group", "mode"})
 _PLACE_KEYS = frozenset({"path", "prefix", "read_only"})
-_MOUNTPOINT_KEYS = frozenset({"path", "capacity", "low_watermark", "high_watermark", "io"})
+_MOUNTPOINT_KEYS = frozenset(
+    {"path", "capacity", "low_watermark", "high_watermark", "io", "durability", "scrub_rate"}
+)
+
+
+_ACCESS_KEYS = frozenset({"prefix", "users", "groups", "read", "write"})
+
+
+def _tables(
+    source: str, name: str, document: Mapping[str, Any], known: frozenset[str]
+) -> list[dict[str, Any]]:
+    raw = document.get(name, [])
+    if not isinstance(raw, list):
+        raise ConfigError(f"{source}: {name}: expected [[{name}]] tables")
+    return [_table(source, f"{name}[{i}]", table, known) for i, table in enumerate(raw)]
 
 
 def _table(source: str, name: str, table: Any, known: frozenset[str]) -> dict[str, Any]:
@@ -171,7 +195,12 @@ def _table(source: str, name: str, table: Any, known: frozenset[str]) -> dict[st
     return dict(table)
 
 
-def _store(where: str, table: dict[str, Any], mountpoints: tuple[MountpointConfig, ...]) -> Config:
+def _store(
+    where: str,
+    table: dict[str, Any],
+    mountpoints: tuple[MountpointConfig, ...],
+    access: tuple[AccessRule, ...],
+) -> Config:
     backend = _choice(where, "backend", table.get("backend", "direct"), ("direct", "pooled"))
     socket = _text(where, "socket", table.get("socket", DEFAULT_SOCKET))
     if len(os.fsencode(os.path.abspath(socket))) > 107:  # sun_path, unix(7)
@@ -190,7 +219,57 @@ def _store(where: str, table: dict[str, Any], mountpoints: tuple[MountpointConfi
         mount_read_only=_bool(where, "mount_read_only", table.get("mount_read_only", False)),
         mount_xattrs=_bool(where, "mount_xattrs", table.get("mount_xattrs", False)),
         permissions=tuple(p for p in [_owned(where, "mount_", "", table)] if p != Permissions()),
+        access=access,
     )
+
+
+def _access(where: str, table: dict[str, Any]) -> AccessRule:
+    prefix = table.get("prefix")
+    if not isinstance(prefix, str) or (prefix and not prefix.endswith("/")) or "\0" in prefix:
+        raise ConfigError(
+            f'{where}.prefix: {prefix!r}: expected a text that ends with "/", or "" for every key'
+        )
+    if not {"users", "groups"} & set(table):
+        raise ConfigError(
+            f'{where}: expected users or groups, such as users = ["alice", 1001], or ["*"] for everyone'
+        )
+    users = _ids(where, "users", table.get("users", []), _uid)
+    groups = _ids(where, "groups", table.get("groups", []), _gid)
+    if groups is None:
+        raise ConfigError(f"{where}.groups: '*' is for users, expected names or numbers of groups")
+    rights = {name: table.get(name, True) for name in ("read", "write")}
+    for name, value in rights.items():
+        if not isinstance(value, bool):
+            raise ConfigError(f"{where}.{name}: {value!r}: expected true or false")
+    return AccessRule(prefix, users, groups, **rights)
+
+
+def _uid(name: str) -> int:
+    return pwd.getpwnam(name).pw_uid
+
+
+def _gid(name: str) -> int:
+    return grp.getgrnam(name).gr_gid
+
+
+def _ids(where: str, key: str, value: Any, resolve: Callable[[str], int]) -> frozenset[int] | None:
+    """The numbers of users or groups; None for everyone."""
+    if value == ["*"]:
+        return None
+    if not isinstance(value, list):
+        raise ConfigError(f"{where}.{key}: {value!r}: expected a list of names or numbers")
+    found = set()
+    for item in value:
+        if isinstance(item, int) and not isinstance(item, bool) and 0 <= item < 1 << 32:
+            found.add(item)
+            continue
+        try:
+            found.add(resolve(item))
+        except (KeyError, TypeError, ValueError):
+            raise ConfigError(
+                f"{where}.{key}: {item!r} isn't known here, expected a name or a number"
+            ) from None
+    return frozenset(found)
 
 
 def _permissions(where: str, table: dict[str, Any]) -> Permissions:
@@ -201,10 +280,15 @@ def _owned(where: str, before: str, prefix: str, table: dict[str, Any]) -> Permi
     owner, group, mode = (table.get(before + name, -1) for name in ("owner", "group", "mode"))
     return Permissions(
         prefix,
-        owner if owner == -1 else _id(where, before + "owner", owner, lambda n: pwd.getpwnam(n).pw_uid),
-        group if group == -1 else _id(where, before + "group", group, lambda n: grp.getgrnam(n).gr_gid),
+        owner if owner == -1 else _id(where, before + "owner", owner, _uid),
+        group if group == -1 else _id(where, before + "group", group, _gid),
         mode if mode == -1 else _mode(where, before + "mode", mode),
     )
+
+
+def _id(where: str, key: str, value: Any, resolve: Callable[[str], int]) -> int:
+    (found,) = _ids(where, key, [value], resolve) or (-1,)
+    return found
 
 
 def _place(where: str, table: dict[str, Any]) -> Place:
@@ -221,16 +305,6 @@ def _prefix(where: str, value: Any) -> str:
     if "/" in prefix or prefix in ("", ".", ".."):
         raise ConfigError(f"{where}.prefix: {value!r}: expected the first component of keys, without a slash")
     return prefix
-
-
-def _id(where: str, key: str, value: Any, find: Callable[[str], int]) -> int:
-    """The number of a user or group that is given by name or number."""
-    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 32:
-        return value
-    try:
-        return find(_text(where, key, value))
-    except KeyError:
-        raise ConfigError(f"{where}.{key}: {value!r}: there is none of that name on this machine") from None
 
 
 def _mode(where: str, key: str, value: Any) -> int:
@@ -265,7 +339,16 @@ def _mountpoint(where: str, table: dict[str, Any]) -> MountpointConfig:
         low_watermark=low,
         high_watermark=high,
         io=_choice(where, "io", table.get("io", "buffered"), ("buffered", "direct")),
+        durability=_choice(where, "durability", table.get("durability", "none"), ("none", "fsync")),
+        scrub_rate=_size(where, "scrub_rate", table.get("scrub_rate", MountpointConfig.scrub_rate)),
     )
+
+
+def _size(where: str, key: str, value: Any) -> int:
+    try:
+        return parse_size(value)
+    except ValueError as exc:
+        raise ConfigError(f"{where}.{key}: {exc}") from None
 
 
 def _capacity(where: str, path: Path, value: Any) -> int:
@@ -276,10 +359,7 @@ def _capacity(where: str, path: Path, value: Any) -> int:
         stat = os.statvfs(path)
         size = int(stat.f_blocks * stat.f_frsize * float(percent[1]) / 100)
     else:
-        try:
-            size = parse_size(value)
-        except ValueError as exc:
-            raise ConfigError(f"{where}.capacity: {exc}") from None
+        size = _size(where, "capacity", value)
     if size < MIN_CAPACITY:
         raise ConfigError(f"{where}.capacity: {size} B is too small, expected at least 1MiB")
     return size

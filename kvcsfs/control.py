@@ -36,7 +36,8 @@ class Control:
             self._socket.close()
             raise KvcsUnavailableError(f"no daemon answers at {path}: {exc.strerror or exc}") from exc
         try:
-            self.ask(wire.Hello(1, wire.PROTOCOL_VERSION, "kvcsfs command line", 0), wire.HelloReply)
+            hello = wire.Hello(1, wire.PROTOCOL_VERSION, "kvcsfs command line", 0)
+            self.hello = self.ask(hello, wire.HelloReply)
         except BaseException:
             self._socket.close()
             raise
@@ -47,9 +48,10 @@ class Control:
     def __exit__(self, *exc: object) -> None:
         self._socket.close()
 
-    def ask(self, request: wire.Message, kind: type[R]) -> R:
-        """Send a request and return its reply, which must be of `kind`."""
+    def ask(self, request: wire.Message, kind: type[R], seconds: float = TIMEOUT_SECONDS) -> R:
+        """Send a request and return its reply, which must be of `kind` and come within `seconds`."""
         try:
+            self._socket.settimeout(seconds)
             self._socket.sendall(wire.encode(request))
             while True:
                 data = self._socket.recv(1 << 20)
@@ -65,8 +67,6 @@ class Control:
         except KvcsError:  # some of ours are OSErrors too
             raise
         except TimeoutError as exc:
-            raise KvcsTimeoutError(
-                f"the daemon at {self._path} did not answer in {TIMEOUT_SECONDS:.0f} s"
-            ) from exc
+            raise KvcsTimeoutError(f"the daemon at {self._path} did not answer in {seconds:.0f} s") from exc
         except OSError as exc:
             raise KvcsUnavailableError(f"the daemon at {self._path} went: {exc.strerror or exc}") from exc

@@ -222,6 +222,22 @@ class EvictReply(Message, tag="evict_reply"):
     charged_bytes: int
 
 
+class Verify(Message, tag="verify"):
+    """Read the values of the keys greater than `after`, until `limit_bytes` are read; drop what is wrong."""
+
+    mountpoint: int
+    after: str = ""
+    limit_bytes: int = 0
+
+
+class VerifyReply(Message, tag="verify_reply"):
+    entries: int
+    size_bytes: int
+    dropped: list[str]
+    last: str  # the next step goes on after this key
+    more: bool
+
+
 class Status(Message, tag="status"):
     pass
 
@@ -244,6 +260,7 @@ Request = (
     | List
     | Evict
     | Remove
+    | Verify
     | Status
 )
 Reply = (
@@ -258,6 +275,7 @@ Reply = (
     | UsageReply
     | ListReply
     | EvictReply
+    | VerifyReply
     | StatusReply
 )
 

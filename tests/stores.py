@@ -17,7 +17,7 @@ from kvcsfs.config import Config, MountpointConfig
 from kvcsfs.engine import jobs
 from kvcsfs.engine.engine import Engine
 from kvcsfs.engine.entry import Entry, charge
-from kvcsfs.engine.files import Files
+from kvcsfs.engine.lane import Lane
 from kvcsfs.engine.session import Session, Staged
 from kvcsfs.engine.store import SlotStore, write_all
 from kvcsfs.errors import KvcsError
@@ -36,12 +36,12 @@ def entry(key: str, size: int = 100, slot: int = 1, generation: int = 1) -> Entr
 
 
 def config(path: Path, capacity: int = CAPACITY, mountpoints: int = 1, backend: str = "direct") -> Config:
-    """A configuration with backing directories below `path`. No room is kept free: tests count bytes."""
+    """A configuration with backing directories below `path`. No room is kept, nothing verified: tests count."""
     points = []
     for i in range(mountpoints):
         data = path / f"data{i}"
         data.mkdir(parents=True, exist_ok=True)
-        points.append(MountpointConfig(data, capacity, 0.0, 0.0))
+        points.append(MountpointConfig(data, capacity, 0.0, 0.0, scrub_rate=0))
     return Config(tuple(points), path / "sock", backend=backend)
 
 
@@ -97,7 +97,7 @@ async def keys(engine: Engine, index: int = 0) -> list[str]:
     return [e.key for e in await engine.page(index, "", "", 1 << 20)]
 
 
-async def _in_a_thread(self: Files, job: Callable[..., Any], *columns: Any) -> Any:
+async def _in_a_thread(self: Lane, job: Callable[..., Any], *columns: Any) -> Any:
     """Brief work in a thread too, so that the loop runs on while a gate is closed."""
     return await self.run(job, self._store, *columns)
 
@@ -109,7 +109,7 @@ class Gate:
         self.reached, self.go = trio.Event(), trio.Event()
         self._real = getattr(jobs, name)
         monkeypatch.setattr(jobs, name, self._wait)
-        monkeypatch.setattr(Files, "brief", _in_a_thread)
+        monkeypatch.setattr(Lane, "brief", _in_a_thread)
 
     def _wait(self, *args: object) -> object:
         if not self.go.is_set():

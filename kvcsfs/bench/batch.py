@@ -17,9 +17,9 @@ from kvcsfs.bench.dataset import Caller, Dataset, chunks, clean, fill, reach
 from kvcsfs.bench.environment import Environment, Node, open_client
 from kvcsfs.bench.interrupts import uninterrupted
 from kvcsfs.bench.measure import Sample, latency, touched_buffers
-from kvcsfs.bench.progress import Progress
 from kvcsfs.config import format_size, parse_size
 from kvcsfs.errors import ConfigError
+from kvcsfs.progress import Progress
 
 OPS = ("get", "put", "query", "delete", "mixed")
 MIB = 1 << 20

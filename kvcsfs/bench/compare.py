@@ -27,8 +27,8 @@ from kvcsfs.bench.peers.lmcache import lmcache
 from kvcsfs.bench.peers.lmdb import lmdb
 from kvcsfs.bench.peers.mooncake import mooncake
 from kvcsfs.bench.peers.redis import redis
-from kvcsfs.bench.progress import Progress
 from kvcsfs.config import format_size, parse_size
+from kvcsfs.progress import Progress
 
 PEERS: dict[str, Peer] = {
     "limit": limit,

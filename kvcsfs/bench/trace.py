@@ -23,9 +23,9 @@ from kvcsfs.bench.interrupts import uninterrupted
 from kvcsfs.bench.measure import latency, touched_buffers
 from kvcsfs.bench.output import as_table
 from kvcsfs.bench.policies import belady, charged_bytes, ideal_lru
-from kvcsfs.bench.progress import Progress
 from kvcsfs.config import format_size
 from kvcsfs.errors import ConfigError
+from kvcsfs.progress import Progress
 
 Result = TypeVar("Result")
 

@@ -58,6 +58,8 @@ def parse(block: bytes) -> Footer | None:
     _, version, length, size, generation, created, checksum = _HEAD.unpack_from(block)
     if version > FORMAT:
         raise NewerFormat(f"footer of format {version}, this version reads up to {FORMAT}")
+    if not 0 < length <= _BODY - _HEAD.size:
+        return None
     try:
         key = block[_HEAD.size : _HEAD.size + length].decode()
     except UnicodeDecodeError:

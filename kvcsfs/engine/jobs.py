@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from kvcsfs.engine.catalog import FreeSlot, Plan
 from kvcsfs.engine.entry import Entry, charge
+from kvcsfs.engine.faults import point
 from kvcsfs.engine.store import SlotStore, digest, failure
 from kvcsfs.errors import KvcsError
 
@@ -33,9 +34,15 @@ def close_all(fds: Iterable[int]) -> None:
 
 def make_room(store: SlotStore, plan: Plan) -> list[Entry]:
     """Remove what a plan gives up; returns the victims whose files could not be removed."""
+    stuck: list[Entry] = []
     for free in plan.drop:
         drop(store, free)
-    return [victim for victim in plan.unlink if not _unlinked(store, victim.slot)]
+        point("reserve.dropped")
+    for victim in plan.unlink:
+        if not _unlinked(store, victim.slot):
+            stuck.append(victim)
+        point("reserve.unlinked")
+    return stuck
 
 
 def stage_many(
@@ -118,36 +125,77 @@ def open_many(store: SlotStore, entries: Sequence[Entry]) -> list[int | OSError]
 def seal_many(
     store: SlotStore, entries: Sequence[Entry], replaced: Sequence[Entry | None]
 ) -> list[KvcsError | None]:
-    """Write each footer, then void that of the entry it replaces. None, or why an object isn't committed."""
-    results: list[KvcsError | None] = []
-    for entry, old in zip(entries, replaced, strict=True):
-        try:
-            store.seal(entry)
-            results.append(None)
-        except KvcsError as exc:
-            results.append(exc)
-            continue
-        except OSError as exc:
-            results.append(failure(exc, "committing an object"))
-            continue
-        _void_replaced(store, old)
+    """Write the footers, then void those of the entries they replace. None, or why an object isn't committed.
+
+    A durable store syncs between the two, as a power loss must leave the old value or the new one, and after them, as
+    the old value must not come back once the new one is removed.
+    """
+    results = [_seal(store, entry) for entry in entries]
+    if store.durable:
+        _sync(store, entries, results)
+    _void_replaced(store, [old for old, failed in zip(replaced, results, strict=True) if old and not failed])
     return results
 
 
-def _void_replaced(store: SlotStore, old: Entry | None) -> None:
-    """Void the footer of a replaced entry. What replaced it stands if that fails: its generation is higher."""
+def _seal(store: SlotStore, entry: Entry) -> KvcsError | None:
     try:
-        if old is not None:
-            store.void(old)
+        point("commit.begun")
+        store.seal(entry)
+        point("commit.sealed")
+    except KvcsError as exc:
+        return exc
     except OSError as exc:
-        log.warning("the footer of a replaced object can't be voided: %s", exc.strerror)
+        return failure(exc, "committing an object")
+    return None
+
+
+def _sync(store: SlotStore, entries: Sequence[Entry], results: list[KvcsError | None]) -> None:
+    """Make sealed objects durable, and fail those that can't be."""
+    sealed = [i for i, failed in enumerate(results) if failed is None]
+    for i, failed in zip(sealed, sync_many(store, [entries[i] for i in sealed]), strict=True):
+        results[i] = failure(failed, "making an object durable") if failed else None
+    point("commit.synced")
+
+
+def sync_many(store: SlotStore, entries: Sequence[Entry]) -> list[OSError | None]:
+    """Make objects and their names durable."""
+    results: list[OSError | None] = []
+    for entry in entries:
+        try:
+            store.sync(entry.slot)
+            results.append(None)
+        except FileNotFoundError:
+            results.append(None)  # removed meanwhile: there is nothing to lose
+        except OSError as exc:
+            results.append(exc)
+    try:
+        store.sync_names(entry.slot for entry in entries)
+    except OSError as exc:
+        return [exc] * len(entries)
+    return results
+
+
+def _void_replaced(store: SlotStore, olds: Sequence[Entry]) -> None:
+    """Void the footers of replaced entries. What replaced them stands if that fails: its generation is higher."""
+    for old in olds:
+        try:
+            store.void(old)
+            point("replaced.voided")
+            if store.durable:
+                store.sync(old.slot)
+        except FileNotFoundError:
+            continue
+        except OSError as exc:
+            log.warning("the footer of a replaced object can't be voided: %s", exc.strerror)
 
 
 def finish_file(fd: int, size: int, checksum: bytes | None) -> bytes:
     """Give a grown file its final size with padding of zeros, close it, and return the checksum of the value."""
     try:
         os.ftruncate(fd, size)
+        point("file.cut")
         os.ftruncate(fd, charge(size))
+        point("file.padded")
         return checksum if checksum is not None else digest(fd, size)
     except OSError as exc:
         raise failure(exc, "finishing an object file") from exc
@@ -158,19 +206,29 @@ def finish_file(fd: int, size: int, checksum: bytes | None) -> bytes:
 def rename(store: SlotStore, entry: Entry, target: Entry | None) -> KvcsError | None:
     """Write the footer that gives a slot its new key, then void that of the entry it replaces."""
     try:
+        point("rename.begun")
         store.write_footer(entry)
+        point("rename.written")
+        if store.durable:
+            store.sync(entry.slot)
     except OSError as exc:
         return failure(exc, "renaming an object")
-    _void_replaced(store, target)
+    _void_replaced(store, [target] if target else [])
     return None
 
 
 def void_many(store: SlotStore, entries: Sequence[Entry]) -> list[OSError | None]:
-    """Void footers."""
+    """Void footers, and make that durable in a durable store."""
     results: list[OSError | None] = []
     for entry in entries:
         try:
+            point("remove.begun")
             store.void(entry)
+            point("remove.voided")
+            if store.durable:
+                store.sync(entry.slot)
+            results.append(None)
+        except FileNotFoundError:
             results.append(None)
         except OSError as exc:
             results.append(exc)
@@ -188,6 +246,7 @@ def recycle_many(
     for entry, held in zip(entries, hold, strict=True):
         try:
             size = charge(entry.size)
+            point("remove.begun")
             fd = store.recycle(entry.slot, size)
             if fd is not None and not held:
                 os.close(fd)
@@ -203,6 +262,7 @@ def unlink_many(store: SlotStore, entries: Sequence[Entry]) -> list[OSError | No
     for entry in entries:
         try:
             store.unlink(entry.slot)
+            point("remove.unlinked")
             results.append(None)
         except OSError as exc:
             results.append(exc)

@@ -17,8 +17,10 @@ from typing import Any
 import msgspec
 import xxhash
 
-from kvcsfs.engine.catalog import FreeSlot
+from kvcsfs.engine import scan
+from kvcsfs.engine.catalog import Catalog, FreeSlot
 from kvcsfs.engine.entry import UNPROVEN, Entry, flags_of
+from kvcsfs.engine.faults import point
 from kvcsfs.engine.store import SlotStore, boot_id, sync_directory
 
 log = logging.getLogger(__name__)
@@ -49,6 +51,7 @@ class Found:
     free_slots: list[FreeSlot]
     extras: dict[str, Any]
     clean: bool
+    removed: int = 0  # files of no value
 
 
 def rows(entries: Iterable[Entry]) -> list[Row]:
@@ -68,6 +71,7 @@ class SnapshotWriter:
         self._store = store
         self._temporary = store.path / "snapshot.new"
         self._file = open(self._temporary, "wb", opener=_private)  # noqa: SIM115 closed by finish
+        point("snapshot.begun")
 
     def add(self, block: Sequence[Row]) -> None:
         """Append rows."""
@@ -80,8 +84,11 @@ class SnapshotWriter:
         self._write(msgspec.msgpack.encode(tail))
         with self._file as file:
             file.flush()
+            point("snapshot.written")
             os.fsync(file.fileno())
+        point("snapshot.synced")
         os.replace(self._temporary, self._store.path / "snapshot")
+        point("snapshot.renamed")
         sync_directory(self._store.path)
 
     def abandon(self) -> None:
@@ -108,16 +115,18 @@ def _blocks(path: Path) -> Iterator[bytes]:
             yield block
 
 
-def read_snapshot(path: Path) -> tuple[list[Row], Tail] | None:
+def read_snapshot(path: Path, watch: Watch) -> tuple[list[Row], Tail] | None:
     """The rows and the tail of a snapshot; None if there is none or it is damaged, which is logged."""
     decoder = msgspec.msgpack.Decoder(list[Row])
     found: list[Row] = []
     try:
+        size = path.stat().st_size
         blocks = _blocks(path)
         for block in blocks:
             if not block:
                 break
             found += decoder.decode(block)
+            watch.passed(len(found), len(found) * len(block) / max(size, 1) / SLICE)
         tail = msgspec.msgpack.decode(next(blocks, b""), type=Tail)
         if tail.format != FORMAT:
             raise ValueError(f"format {tail.format}")
@@ -129,18 +138,42 @@ def read_snapshot(path: Path) -> tuple[list[Row], Tail] | None:
     return found, tail
 
 
-def recover(store: SlotStore) -> Found:
-    """Find every committed value of a store, and remove what is left of others."""
-    snapshot = read_snapshot(store.path / "snapshot")
+class Stopped(Exception):
+    """The daemon stops while recovery runs."""
+
+
+class Watch:
+    """How far a recovery is, for another thread to look at: entries that were read, and which share of all they are.
+
+    Setting `stopped` ends it soon, by Stopped.
+    """
+
+    def __init__(self) -> None:
+        self.entries, self.share, self.stopped = 0, 0.0, False
+
+    def passed(self, entries: int, share: float) -> None:
+        """Tell, and see whether to go on."""
+        self.entries, self.share = entries, min(share, 1.0)
+        if self.stopped:
+            raise Stopped
+
+
+def recover(store: SlotStore, watch: Watch | None = None) -> Found:
+    """Find every committed value of a store, and remove what is left of others. Raises OSError, Stopped."""
+    watch = watch or Watch()
+    snapshot = read_snapshot(store.path / "snapshot", watch)
     extras = snapshot[1].extras if snapshot else {}
-    doubt = 0 if store.previous_boot == boot_id() else UNPROVEN
     if snapshot and snapshot[1].clean and snapshot[1].epoch == store.previous_epoch:
+        doubt = 0 if store.previous_boot == boot_id() else UNPROVEN
         entries = [_entry(row, doubt) for row in snapshot[0]]
         free = [FreeSlot(slot, size) for slot, size in snapshot[1].free_slots]
         found = Found(entries, free, extras, clean=True)
     else:
-        known = {(row[1], row[4]): row for row in snapshot[0]} if snapshot else {}
-        found = Found(_scan(store, known), [], extras, clean=False)
+        known = {row[1]: row for row in snapshot[0]} if snapshot else {}
+        found = _scan(store, known, watch)
+        found.extras = extras
+        store.resume_after(max((e.generation for e in found.entries), default=0))
+    point("recovery.read")
     # Of entries used in one batch the later ones were refreshed first: they were put later, and are needed less.
     found.entries.sort(key=lambda e: (e.used, -e.generation))
     return found
@@ -153,37 +186,43 @@ def _entry(row: Row, doubt: int) -> Entry:
     return entry
 
 
-def _scan(store: SlotStore, known: dict[tuple[int, int], Row]) -> list[Entry]:
+def _scan(store: SlotStore, known: dict[int, Row], watch: Watch) -> Found:
     """Entries from footers: of two with one key the higher generation wins. All else is unlinked."""
     best: dict[str, Entry] = {}
-    for slot, footer in store.scan():
-        if footer is None:
-            _unlink(store, slot)
-            continue
-        row = known.get((slot, footer.generation))
-        entry = Entry(
-            footer.key,
-            slot,
-            footer.size,
-            footer.checksum,
-            footer.generation,
-            footer.created,
-            UNPROVEN | flags_of(footer.key),
-        )
-        if row is not None:
-            entry.used, entry.hits = row[6], row[7]
-        other = best.get(entry.key)
-        if other is not None and other.generation > entry.generation:
-            entry, other = other, entry
-        best[entry.key] = entry
-        if other is not None:
-            _unlink(store, other.slot)
-    return list(best.values())
+    leftovers: list[int] = []
+    for number, folder in enumerate(scan.scan(store.path / "slots")):
+        for complaint in folder.complaints:
+            log.warning("%s", complaint)
+        leftovers += folder.leftovers
+        for slot, key, size, checksum, generation, created in folder.rows:
+            entry = Entry(key, slot, size, checksum, generation, created, UNPROVEN | flags_of(key))
+            row = known.get(slot)
+            if row is not None and row[3] == checksum:  # the same value, perhaps renamed since
+                entry.used, entry.hits = max(row[6], created), row[7]
+            other = best.get(key)
+            if other is not None:
+                entry, other = (other, entry) if other.generation > generation else (entry, other)
+                leftovers.append(other.slot)
+            best[key] = entry
+        watch.passed(len(best), (number + 1) / scan.FOLDERS)
+    for slot in leftovers:
+        _unlink(store, slot)
+    return Found(list(best.values()), [], {}, clean=False, removed=len(leftovers))
+
+
+def load(found: Found, capacity: int) -> Catalog:
+    """The catalog of what was found."""
+    catalog = Catalog(capacity)
+    catalog.load(found.entries)
+    for slot in found.free_slots:
+        catalog.add_free(slot)
+    return catalog
 
 
 def _unlink(store: SlotStore, slot: int) -> None:
     """Remove a file of no value; one that can't be removed must not stop the start."""
     try:
         store.unlink(slot)
+        point("recovery.unlinked")
     except OSError as exc:
         log.warning("%s: slot %x can't be removed: %s", store.path, slot, exc.strerror)

@@ -11,29 +11,28 @@ import ctypes
 import errno
 import fcntl
 import itertools
-import logging
 import os
 import secrets
 import signal
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import xxhash
 
 from kvcsfs.engine import footer
 from kvcsfs.engine.entry import BLOCK, Entry, charge
+from kvcsfs.engine.faults import point
+from kvcsfs.engine.scan import FOLDERS, name_of
 from kvcsfs.errors import BackingError, BusyError, CapacityError, ConfigError, InvalidValueError, KvcsError
 
-log = logging.getLogger(__name__)
-
 VERSION = 1
-FOLDERS = 256
 READ_CHUNK = 1 << 20
 ALLOCATION_SLACK = 1 << 20  # extent blocks that a file system counts to a file, never ours to limit
 _MEMORY = frozenset({"tmpfs", "ramfs"})
-_LOCAL = _MEMORY | {"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "bcachefs", "zfs"}
+# Where no server is asked: FUSE and NFS flush at every close.
+_LOCAL = _MEMORY | {"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "bcachefs", "zfs", "overlay"}
 _AT_FDCWD = -100
 _STATX_DIOALIGN = 0x2000
 _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW
@@ -50,19 +49,23 @@ class SlotStore:
     """The slots of one backing directory, locked to this process.
 
     With `direct` the descriptors for clients bypass the page cache; `align` is what they then need, in bytes, of
-    addresses, offsets and sizes (0: nothing). Footers always go through the cache.
+    addresses, offsets and sizes (0: nothing). Footers always go through the cache. With `durable` the jobs make
+    what they acknowledge survive a power loss.
 
     Raises ConfigError when the directory can't be a store: not writable, a newer format, held by another daemon.
     """
 
-    def __init__(self, path: Path, direct: bool = False) -> None:
+    def __init__(self, path: Path, direct: bool = False, durable: bool = False) -> None:
         # A lease that another process breaks in the moment we hold it would kill the daemon with SIGIO.
         signal.signal(signal.SIGIO, signal.SIG_IGN)
         self.path = path
+        self.durable = durable
         self._lock = self._claim()
         try:
             for i in range(FOLDERS):
                 os.makedirs(path / "slots" / f"{i:02x}", mode=0o700, exist_ok=True)
+            sync_directory(path / "slots")
+            sync_directory(path)
             self._slots = os.open(path / "slots", os.O_RDONLY | os.O_DIRECTORY | _FLAGS)
             self.previous_epoch, self.previous_boot, self.epoch = self._begin_epoch()
             self.align = direct_alignment(path / "VERSION") if direct else 0
@@ -126,11 +129,13 @@ class SlotStore:
         boot = (folder / str(previous)).read_text(errors="replace").strip() if known else ""
         fd = os.open(folder / str(previous + 1), os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FLAGS, 0o600)
         try:
+            point("epoch.made")
             os.write(fd, boot_id().encode())
             os.fsync(fd)
         finally:
             os.close(fd)
         sync_directory(folder)
+        point("epoch.synced")
         for old in known:
             os.unlink(folder / str(old))
         return previous, boot, previous + 1
@@ -146,6 +151,19 @@ class SlotStore:
                     return right.split()[0]
         return ""
 
+    def probe(self) -> None:
+        """Ask the file system for something small that it can't answer from a cache; an error is an answer."""
+        try:
+            os.close(os.open("probe", os.O_WRONLY | os.O_CREAT | _FLAGS, 0o600, dir_fd=self._slots))
+            os.unlink("probe", dir_fd=self._slots)
+        except OSError:
+            pass
+
+    def resume_after(self, generation: int) -> None:
+        """Give no number up to `generation`: the directory `epoch` may be older than the slots, or have been lost."""
+        if generation >> 40 >= self.epoch:
+            self._numbers = itertools.count(generation + 1)
+
     def number(self) -> int:
         """A number that was never given before, in this life or an earlier one: slot ids and generations."""
         return next(self._numbers)
@@ -153,7 +171,7 @@ class SlotStore:
     # -- one object
 
     def _path(self, slot: int) -> str:
-        return f"{slot % FOLDERS:02x}/{slot:x}"
+        return f"{slot % FOLDERS:02x}/{name_of(slot)}"
 
     def open_read(self, slot: int) -> int:
         """A read-only descriptor of a slot for a client."""
@@ -176,12 +194,14 @@ class SlotStore:
 
     def _create(self, slot: int, size: int, flags: int) -> int:
         fd = os.open(self._path(slot), flags | os.O_CREAT | os.O_EXCL | _FLAGS, 0o600, dir_fd=self._slots)
+        point("slot.made")
         try:
             os.ftruncate(fd, size)
         except OSError:
             os.close(fd)
             self.unlink(slot)
             raise
+        point("slot.sized")
         return fd
 
     def unlink(self, slot: int) -> None:
@@ -213,7 +233,9 @@ class SlotStore:
             return None
         try:
             if os.fstat(fd).st_size == size and is_sole(fd, without_leases=False):
+                point("slot.taken")
                 write_all(fd, footer.VOID, size - BLOCK)
+                point("slot.voided")
                 if self._client_flags:
                     fcntl.fcntl(fd, fcntl.F_SETFL, self._client_flags)
                 return fd
@@ -252,42 +274,24 @@ class SlotStore:
         finally:
             os.close(fd)
 
+    def sync(self, slot: int) -> None:
+        """Make a slot durable: data and footer."""
+        fd = self._open(slot, os.O_WRONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def sync_names(self, slots: Iterable[int]) -> None:
+        """Make the names of slots durable."""
+        for folder in {slot % FOLDERS for slot in slots}:
+            sync_directory(self.path / "slots" / f"{folder:02x}")
+
     def verify(self, entry: Entry) -> bool:
         """Read a whole value and compare its checksum."""
         fd = self._open(entry.slot, os.O_RDONLY)
         try:
             return digest(fd, entry.size) == entry.checksum
-        finally:
-            os.close(fd)
-
-    # -- all objects
-
-    def scan(self) -> Iterator[tuple[int, footer.Footer | None]]:
-        """Yield (slot, footer) of every slot file; the footer is None where it isn't valid.
-
-        Names that aren't ours are left alone; so is a file with the footer of a newer format, or one that can't be
-        read, which is logged.
-        """
-        for i in range(FOLDERS):
-            with os.scandir(self.path / "slots" / f"{i:02x}") as folder:
-                names = [e.name for e in folder if e.is_file(follow_symlinks=False)]
-            for name in names:
-                try:
-                    slot = int(name, 16)
-                    if slot >= 0 and self._path(slot) == f"{i:02x}/{name}":
-                        yield slot, self._read_footer(slot)
-                except (footer.NewerFormat, OSError) as exc:
-                    reason = exc.strerror if isinstance(exc, OSError) else exc
-                    log.warning("%s/slots/%02x/%s: left alone: %s", self.path, i, name, reason)
-                except ValueError:
-                    continue
-
-    def _read_footer(self, slot: int) -> footer.Footer | None:
-        fd = self._open(slot, os.O_RDONLY)
-        try:
-            size = os.fstat(fd).st_size
-            found = footer.parse(os.pread(fd, BLOCK, size - BLOCK)) if size >= 2 * BLOCK else None
-            return found if found and charge(found.size) == size else None
         finally:
             os.close(fd)
 

@@ -16,10 +16,13 @@ import trio
 
 from kvcsfs.config import MountpointConfig
 from kvcsfs.engine import jobs, recovery
+from kvcsfs.engine.access import Access
 from kvcsfs.engine.catalog import FREE_SLOTS_SHARE, Catalog, FreeSlot, Plan
 from kvcsfs.engine.descriptors import Descriptors
 from kvcsfs.engine.entry import BLOCK, TEMPORARY, UNPROVEN, Entry, charge, flags_of
-from kvcsfs.engine.files import Files
+from kvcsfs.engine.faults import point
+from kvcsfs.engine.lane import Lane
+from kvcsfs.engine.scrub import Scrub
 from kvcsfs.engine.session import Session, Staged
 from kvcsfs.engine.store import SlotStore, now
 from kvcsfs.errors import BackingError, BusyError, CapacityError, ExistsError, KvcsError, NotFoundError
@@ -40,14 +43,18 @@ class Volume:
     `watch` is called with (index, keys) for keys whose value came, went or changed.
     """
 
-    def __init__(self, index: int, config: MountpointConfig, descriptor_limit: int, watch: Watcher) -> None:
+    def __init__(
+        self, index: int, config: MountpointConfig, descriptor_limit: int, watch: Watcher, access: Access
+    ) -> None:
         self.index = index
+        self.access = access
         self.config = config
-        self.store = SlotStore(config.path, config.io == "direct")
-        self._files = Files(self.store)
-        self.catalog = Catalog(config.capacity)
+        self.store = SlotStore(config.path, config.io == "direct", config.durability == "fsync")
+        self.lane = Lane(self.store)
+        self.catalog = Catalog(config.capacity, access.domain)
         self.descriptors = Descriptors(descriptor_limit)
         self.recovering = True
+        self.recovery = recovery.Watch()
         self.settling: dict[str, trio.Event] = {}  # keys whose writers on the mount have all flushed
         self.extras: dict[str, Any] = {}  # what faces keep in the snapshot
         self.counters = dict.fromkeys(
@@ -63,12 +70,14 @@ class Volume:
             ),
             0,
         )
+        self.scrub = Scrub(config.scrub_rate, self.verify_entries)
         self._watch = watch
         self._sizes: dict[int, int] = {}  # one int object for all values of a size
         self._claimed: dict[str, trio.Event] = {}
         self._reclaiming: set[Entry] = set()
         self._hold_limit = min(HELD_SLOTS, descriptor_limit // 4)
         self._keeping = 0  # bytes on the way to be free slots
+        self._regrouped = False  # free slots are from other access domains
         self._low = trio.Event()
         self._loose = trio.Event()
 
@@ -109,30 +118,40 @@ class Volume:
         return [None if (e := get(name)) is None or e.flags & TEMPORARY else e for name in names]
 
     async def open(
-        self, session: Session, names: Sequence[str], temporaries: bool
+        self, session: Session, names: Sequence[str], temporaries: bool, verify: bool
     ) -> tuple[list[Entry | None], dict[int, KvcsError]]:
         """Pin what is found, and see that each has a descriptor in the session's table; None is a miss.
 
-        The second result has the positions whose object file can't be opened; nothing is pinned for those.
+        The second result has the positions whose object file can't be opened; nothing is pinned for those. With
+        `verify` what is unproven is read first, for a caller that serves the bytes as they are.
         """
+        if verify and (doubtful := [e for e in self.lookup(names, temporaries) if e and not e.proven]):
+            await self.lane.step(self.verify_entries, list(dict.fromkeys(doubtful)))
         found = self.lookup(names, temporaries)
         hits = [e for e in found if e is not None]
+        if hits:
+            self.lane.check()
+        missed = found.count(None)
+        self.counters["misses"] += missed
+        self.counters["hits"] += len(hits)
         self.catalog.pin(hits)
         table = self.descriptors.of(session.user)
         cold = list(dict.fromkeys(e for e in hits if e not in table))  # a key may come twice in a batch
-        errors = await self._open_cold(table, cold, found) if cold else {}
-        missed = found.count(None)
-        self.counters["misses"] += missed
-        self.counters["hits"] += len(found) - missed
-        return found, errors
+        if not cold:
+            return found, {}
+        return await self.lane.step(self._open_cold, table, cold, found, undo=self._unopen)
+
+    async def _unopen(self, opened: tuple[list[Entry | None], dict[int, KvcsError]]) -> None:
+        self.release([e for e in opened[0] if e is not None])
 
     async def _open_cold(
         self, table: dict[Entry, int], cold: Sequence[Entry], found: list[Entry | None]
-    ) -> dict[int, KvcsError]:
+    ) -> tuple[list[Entry | None], dict[int, KvcsError]]:
         """Open descriptors. An entry whose file is gone leaves and is a miss; other failures are returned."""
-        opened = dict(zip(cold, await self._files.brief(jobs.open_many, cold), strict=True))
+        opened = dict(zip(cold, await self.lane.brief(jobs.open_many, cold), strict=True))
         errors: dict[int, KvcsError] = {}
         lost: list[Entry] = []
+        spare: list[int] = []
         for i, entry in enumerate(found):
             outcome = opened.get(entry) if entry is not None else None
             if entry is None or outcome is None:
@@ -140,7 +159,7 @@ class Volume:
             if isinstance(outcome, int):
                 opened.pop(entry)
                 if table.setdefault(entry, outcome) != outcome:  # another request was faster
-                    jobs.close_all([outcome])
+                    spare.append(outcome)
                 continue
             found[i] = None
             lost.append(entry)
@@ -151,15 +170,14 @@ class Volume:
                 self.catalog.remove(entry)
                 self._watch(self.index, [entry.key])
         self.release(lost)
-        await self._close(self.descriptors.surplus())
-        return errors
+        await self.close_fds([*spare, *self.descriptors.surplus()])
+        return found, errors
 
     async def descriptor(self, session: Session, entry: Entry) -> int:
         """The session's descriptor of a pinned entry. Raises BackingError, and the pin is gone."""
         table = self.descriptors.of(session.user)
         if entry not in table:
-            found: list[Entry | None] = [entry]
-            errors = await self._open_cold(table, [entry], found)
+            found, errors = await self._open_cold(table, [entry], [entry])
             if found[0] is None:
                 raise errors.get(0) or BackingError("opening an object file: it is gone")
         return table[entry]
@@ -180,7 +198,8 @@ class Volume:
         charges = every[: session.admit(every, self.catalog.ledger.capacity)]
         if len(self._sizes) > KNOWN_SIZES:
             self._sizes.clear()
-        plan = self.catalog.promise(charges)
+        plan = self.catalog.promise(charges, names)
+        point("reserve.promised")
         staged = await self._stage(plan, charges, await self._make_room(plan))
         results: list[Staged | KvcsError] = []
         for i, (charged, outcome) in enumerate(zip(charges, staged, strict=True)):
@@ -213,9 +232,9 @@ class Volume:
         steps = [plan.recycle.get(i) or plan.reuse.get(i) for i in granted]
         wanted = [charges[i] for i in granted]
         if plan.create:  # a new file is no brief matter
-            staged = await self._files.run(jobs.stage_many, self.store, steps, wanted)
+            staged = await self.lane.run(jobs.stage_many, self.store, steps, wanted)
         else:
-            staged = await self._files.brief(jobs.stage_many, steps, wanted)
+            staged = await self.lane.brief(jobs.stage_many, steps, wanted)
         if len(granted) == len(charges):
             return staged
         outcomes.update(zip(granted, staged, strict=True))
@@ -226,16 +245,17 @@ class Volume:
         stuck: list[Entry] = []
         victims = plan.victims
         self._evicted(victims)
-        await self._close(self.descriptors.take(victims))
+        await self.close_fds(self.descriptors.take(victims))
         if plan.unlink or plan.drop:
-            stuck = await self._files.run(jobs.make_room, self.store, plan)
+            stuck = await self.lane.run(jobs.make_room, self.store, plan)
             self._keep_stuck(stuck)
         self._wake_evictor()
         return sum(victim.charged for victim in stuck)
 
-    async def _close(self, fds: Sequence[int]) -> None:
+    async def close_fds(self, fds: Sequence[int]) -> None:
+        """Close descriptors of object files."""
         if fds:
-            await self._files.brief(jobs.close_many, fds)
+            await self.lane.brief(jobs.close_many, fds)
 
     def _no_room(self, size: int) -> CapacityError:
         can = max(self.catalog.obtainable, 0)
@@ -286,7 +306,7 @@ class Volume:
         entries = [staged[i].entry for i in positions]
         held = [old for old in olds if old is not None]
         self.catalog.pin(held)
-        sealed = await self._files.brief(jobs.seal_many, entries, olds)
+        sealed = await self.lane.brief(jobs.seal_many, entries, olds)
         committed: list[Entry] = []
         for i, entry, outcome in zip(positions, entries, sealed, strict=True):
             if outcome is not None:
@@ -296,11 +316,18 @@ class Volume:
                 continue
             self.catalog.insert(entry)
             committed.append(entry)
+        point("commit.indexed")
         self.catalog.refresh(committed, created)
         self.counters["puts"] += len(committed)
         self._watch(self.index, [e.key for e in committed])
         self.catalog.retire_staged(dropped)
         await self.reclaim([*dropped, *self.catalog.unpin(held)])
+
+    async def give_up(self, session: Session, staged: Sequence[Staged]) -> None:
+        """Undo reservations that nobody waited for, or whose session has ended."""
+        await self.close_fds([s.fd for s in staged])
+        session.reserved -= sum(s.charged for s in staged)
+        await self.abort(staged)
 
     async def abort(self, staged: Iterable[Staged]) -> None:
         """Give reservations and their files back."""
@@ -309,31 +336,42 @@ class Volume:
         await self.reclaim(entries)
 
     async def delete(self, names: Sequence[str], temporaries: bool) -> list[KvcsError | None]:
-        """Remove keys. Their footers are void when this returns, so that nothing comes back after a crash."""
+        """Remove keys. Their footers are void when this returns, so that nothing comes back after a crash.
+
+        BackingError in the place of a key whose object could not be removed: it is gone until the next start.
+        """
         self._check_ready()
         results: list[KvcsError | None] = [None] * len(names)
         async with self._claim(set(names)):
-            entries: list[Entry] = []
+            entries: dict[Entry, int] = {}
             for i, name in enumerate(names):
                 entry = self.catalog.index.get(name)
                 if entry is None or (entry.flags & TEMPORARY and not temporaries):
                     results[i] = NotFoundError(f"{name!r} has no value")
                 else:
                     self.catalog.remove(entry)
-                    entries.append(entry)
+                    entries[entry] = i
             self.counters["deletes"] += len(entries)
-            await self._discard(entries)
+            for entry, exc in (await self._discard(entries, self.store.durable)).items():
+                results[entries[entry]] = BackingError(f"removing an object: {exc.strerror}")
         self._watch(self.index, [e.key for e in entries])
         return results
 
-    async def _discard(self, entries: Sequence[Entry]) -> None:
-        """Void and reclaim entries that just left the index; of those still held the footer is voided now."""
-        held = [e for e in entries if e.pins]
+    async def _discard(self, entries: Collection[Entry], in_place: bool = False) -> dict[Entry, OSError]:
+        """Void and reclaim entries that just left the index; returns those that would come back after a crash.
+
+        What is still held is voided now and reclaimed later, as is everything with `in_place`.
+        """
+        held = [e for e in entries if e.pins or in_place]
+        failed: dict[Entry, OSError] = {}
         if held:
             self.catalog.pin(held)
-            await self._files.brief(jobs.void_many, held)
+            outcomes = await self.lane.brief(jobs.void_many, held)
+            failed = {e: exc for e, exc in zip(held, outcomes, strict=True) if exc}
+            self.counters["io_errors"] += len(failed)
             self.catalog.unpin(held)
-        await self.reclaim([e for e in entries if not e.pins])
+        stuck = await self.reclaim([e for e in entries if not e.pins])
+        return {e: exc for e, exc in {**failed, **stuck}.items() if e in self.catalog.retired}
 
     async def rename(self, old: str, new: str) -> None:
         """Give the value of `old` the key `new`, replacing what that held. Raises NotFoundError."""
@@ -348,7 +386,7 @@ class Volume:
             held = [entry] if target is None else [entry, target]
             self.catalog.pin(held)
             staged = Entry(new, entry.slot, entry.size, entry.checksum, self.store.number(), entry.created)
-            failed = await self._files.run(jobs.rename, self.store, staged, target)
+            failed = await self.lane.run(jobs.rename, self.store, staged, target)
             if failed is None and not entry.live:  # found to be gone or wrong meanwhile
                 failed = NotFoundError(f"{old!r} has no value")
             if failed is None:
@@ -368,7 +406,7 @@ class Volume:
         self._check_ready()
         await self._reserve_bytes(charge(0))
         try:
-            slot, fd = await self._files.run(jobs.create_file, self.store)
+            slot, fd = await self.lane.run(jobs.create_file, self.store)
         except KvcsError:
             self.catalog.unreserve(charge(0))
             raise
@@ -403,14 +441,15 @@ class Volume:
 
     async def finish_file(self, staged: Staged, size: int, checksum: bytes | None) -> None:
         """Cut a grown file to its size, give the rest of its reservation back, and set its checksum; closes `fd`."""
-        staged.entry.checksum = await self._files.run(jobs.finish_file, staged.fd, size, checksum)
+        staged.entry.checksum = await self.lane.run(jobs.finish_file, staged.fd, size, checksum)
         self.catalog.unreserve(staged.charged - charge(size))
         staged.entry.size = size
         staged.charged = charge(size)
 
-    async def close_file(self, staged: Staged) -> None:
-        """Close the descriptor of a grown file that will be aborted."""
-        await self._files.run(jobs.close_all, [staged.fd])
+    async def drop_file(self, staged: Staged) -> None:
+        """Close and abort a grown file."""
+        await self.lane.run(jobs.close_all, [staged.fd])
+        await self.abort([staged])
 
     # -- eviction and reclaim
 
@@ -420,11 +459,14 @@ class Volume:
             self.counters["evicted_bytes"] += sum(v.charged for v in victims)
             self._watch(self.index, [v.key for v in victims])
 
-    async def reclaim(self, entries: Sequence[Entry]) -> None:
-        """Make free slots of retired entries that nobody holds, as many as may be kept; unlink the others."""
+    async def reclaim(self, entries: Sequence[Entry]) -> dict[Entry, OSError]:
+        """Make free slots of retired entries that nobody holds, as many as may be kept; unlink the others.
+
+        Returns those that could not be removed; they stay retired and are tried again.
+        """
         entries = [e for e in entries if e not in self._reclaiming and e in self.catalog.retired]
         if not entries:
-            return
+            return {}
         self._reclaiming.update(entries)
         limit = self.catalog.ledger.capacity // FREE_SLOTS_SHARE
         kept: list[Entry] = []
@@ -435,27 +477,35 @@ class Volume:
             total += entry.charged * fits
             (kept if fits else others).append(entry)
         self._keeping += total - before
+        stuck: dict[Entry, OSError] = {}
         try:
-            await self._close(self.descriptors.take(entries))
+            await self.close_fds(self.descriptors.take(entries))
             if kept:
-                self._book(kept, await self._files.brief(jobs.recycle_many, kept, self._holds(len(kept))))
+                holds = self._holds(len(kept))
+                stuck |= self._book(kept, await self.lane.brief(jobs.recycle_many, kept, holds))
             if others:
-                self._book(others, await self._files.run(jobs.unlink_many, self.store, others))
+                stuck |= self._book(others, await self.lane.run(jobs.unlink_many, self.store, others))
         finally:
             self._reclaiming.difference_update(entries)
             self._keeping -= total - before
+        return stuck
 
     def _holds(self, count: int) -> list[bool]:
         """Which of so many new free slots keep their descriptor."""
         left = self._hold_limit - sum(s.fd >= 0 for s in self.catalog.free_slots()) - len(self._reclaiming)
         return [i < left for i in range(count)]
 
-    def _book(self, entries: Sequence[Entry], outcomes: Sequence[FreeSlot | OSError | None]) -> None:
+    def _book(
+        self, entries: Sequence[Entry], outcomes: Sequence[FreeSlot | OSError | None]
+    ) -> dict[Entry, OSError]:
+        stuck: dict[Entry, OSError] = {}
         for entry, outcome in zip(entries, outcomes, strict=True):
             if isinstance(outcome, OSError):
-                self.counters["io_errors"] += 1
+                stuck[entry] = outcome
             else:
                 self.catalog.reclaimed(entry, outcome)
+        self.counters["io_errors"] += len(stuck)
+        return stuck
 
     async def evict(self, prefix: str, target: int) -> tuple[int, int]:
         """Evict entries below `prefix`, least recently used first, until `target` bytes went; 0 for all."""
@@ -483,17 +533,42 @@ class Volume:
         if self.catalog.room < ledger.capacity * self.config.low_watermark:
             self._low.set()
 
+    def resize(self, config: MountpointConfig) -> None:
+        """Take another capacity and other watermarks. What doesn't fit any more is evicted in the background."""
+        self.config = config
+        self.catalog.ledger.capacity = config.capacity
+        self._low.set()
+
+    def access_changed(self) -> None:
+        """The access domains are others now."""
+        self._regrouped = True
+        self._low.set()
+
     async def keep_room(self) -> None:
         """Background: when less than the low watermark is free, evict up to the high one."""
         while True:
             await self._low.wait()
             self._low = trio.Event()
-            goal = self.catalog.ledger.capacity * self.config.high_watermark
-            while batch := self._oldest(goal - self.catalog.room):
-                before = self.catalog.room
-                await self._evict(batch)
-                if self.catalog.room <= before:  # files can't be removed: going on would empty the store
-                    break
+            if self._regrouped:
+                self._regrouped = False
+                await self.drop_free()
+            if not self.recovering:
+                await self._clear(self.catalog.ledger.capacity * self.config.high_watermark)
+
+    async def _clear(self, goal: float) -> None:
+        """Evict until `goal` bytes can be had without an eviction; then bring the files within the capacity."""
+        while batch := self._oldest(goal - self.catalog.room):
+            before = self.catalog.room
+            await self._evict(batch)
+            if self.catalog.room <= before:  # files can't be removed: going on would empty the store
+                break
+        while self.catalog.ledger.free < 0 and (free := self.catalog.drop_free()):
+            await self.lane.run(jobs.drop, self.store, free)
+
+    async def drop_free(self) -> None:
+        """Give up every free slot: of which access domain it is isn't known, as after a start, or has changed."""
+        while free := self.catalog.drop_free():
+            await self.lane.run(jobs.drop, self.store, free)
 
     def _oldest(self, missing: float) -> list[Entry]:
         """The next victims for `missing` bytes, a batch at most."""
@@ -518,64 +593,109 @@ class Volume:
     async def verify(self, names: Sequence[str]) -> list[int]:
         """Read values and drop the wrong ones. Returns sizes; 0 for what is absent or was dropped."""
         entries = [self.catalog.index.get(name) for name in names]
-        held = [e for e in entries if e is not None]
-        self.catalog.pin(held)
-        outcomes = dict(zip(held, await self._files.run(jobs.verify_many, self.store, held), strict=True))
+        await self.verify_entries([e for e in entries if e is not None])
+        return [e.size if e is not None and e.live else 0 for e in entries]
+
+    async def verify_entries(self, entries: Sequence[Entry], unreadable_too: bool = False) -> list[Entry]:
+        """Read the values of entries in the index, drop the wrong ones and return them.
+
+        What can't be read is dropped with `unreadable_too` alone: it may be right, and the trouble may end.
+        """
+        self.catalog.pin(entries)
+        outcomes = dict(zip(entries, await self.lane.run(jobs.verify_many, self.store, entries), strict=True))
         wrong = [e for e in outcomes if outcomes[e] is False and e.live]
-        for entry in held:
+        unreadable = [e for e in outcomes if isinstance(outcomes[e], OSError) and e.live]
+        for entry in entries:
             if outcomes[entry] is True:
                 entry.flags &= ~UNPROVEN
+        self.counters["checksum_errors"] += len(wrong)
+        self.counters["io_errors"] += len(unreadable)
         if wrong:
             log.warning("%s: dropped %d entries with a wrong checksum", self.config.path, len(wrong))
-            self.counters["checksum_errors"] += len(wrong)
-            for entry in wrong:
-                self.catalog.remove(entry)
-            self._watch(self.index, [e.key for e in wrong])
-            await self._discard(wrong)
-        self.release(held)
-        return [e.size if e is not None and e.live else 0 for e in entries]
+        if unreadable:
+            log.warning("%s: %d entries can't be read", self.config.path, len(unreadable))
+        dropped = wrong + unreadable * unreadable_too
+        for entry in dropped:
+            self.catalog.remove(entry)
+        if dropped:
+            self._watch(self.index, [e.key for e in dropped])
+            await self._discard(dropped)
+        self.release(entries)
+        return dropped
 
     # -- start and stop
 
     async def recover(self) -> None:
         """Fill the catalog from the snapshot or the footers; entries over the capacity leave, oldest first."""
-        found = await self._files.run(recovery.recover, self.store)
-        self.catalog.load(found.entries)
-        for slot in found.free_slots:
-            self.catalog.add_free(slot)
+        self.recovery.stopped = False
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._stop_recovery)
+            outcome = await self.lane.run(self._recovered)
+            nursery.cancel_scope.cancel()
+        if outcome is None:
+            return
+        if isinstance(outcome, OSError):
+            raise outcome
+        found, catalog = outcome
+        catalog.ledger.capacity = self.catalog.ledger.capacity
+        catalog.domain = self.access.domain
+        self.catalog = catalog
         self.extras.update(found.extras)
-        while batch := self._oldest(-self.catalog.room):
-            await self._evict(batch)
-        while self.catalog.ledger.free < 0 and (free := self.catalog.drop_free()):
-            await self._files.run(jobs.drop, self.store, free)
+        self.scrub.begin([e for e in found.entries if not e.proven])
+        await self._clear(0)
+        if self.access.restricted:
+            await self.drop_free()
         self.recovering = False
+
+    def _recovered(self) -> tuple[recovery.Found, Catalog] | OSError | None:
+        """In a thread: the catalog is built aside, as the event loop reads the present one. None: the daemon stops."""
+        try:
+            found = recovery.recover(self.store, self.recovery)
+        except recovery.Stopped:
+            return None
+        except OSError as exc:
+            return exc
+        return found, recovery.load(found, self.catalog.ledger.capacity)
+
+    async def _stop_recovery(self) -> None:
+        """Tell the thread when the daemon stops: a cancellation doesn't reach it."""
+        try:
+            await trio.sleep_forever()
+        finally:
+            self.recovery.stopped = True
 
     async def checkpoint(self, clean: bool = False) -> None:
         """Write the snapshot; `clean` says that it is exact and nothing follows it."""
         if self.recovering:
             return
-        writer = await self._files.run(recovery.SnapshotWriter, self.store)
+        writer = await self.lane.run(recovery.SnapshotWriter, self.store)
         try:
             after = ""
             while rows := self.catalog.index.page("", after, recovery.SLICE):
                 after = rows[-1].key
-                await self._files.run(writer.add, recovery.rows(rows))
+                await self.lane.run(writer.add, recovery.rows(rows))
             free = list(self.catalog.free_slots()) if clean else []
-            await self._files.run(writer.finish, free, self.extras, clean)
+            await self.lane.run(writer.finish, free, self.extras, clean)
         except OSError:
-            await self._files.run(writer.abandon)
+            await self.lane.run(writer.abandon)
             raise
 
     async def close(self) -> None:
         """Write the last snapshot and give the directory up. Without one the next start reads the footers."""
+        try:
+            await self.lane.step(self._close)
+        except BackingError:  # its descriptors go with the process: closing them would wait, too
+            log.warning("%s: no snapshot: the backing file system doesn't answer", self.config.path)
+
+    async def _close(self) -> None:
         await self.reclaim([e for e in self.catalog.retired if not e.pins])
-        jobs.close_all(self.descriptors.clear())  # first, so that the snapshot finds one
-        jobs.close_all(s.fd for s in self.catalog.free_slots() if s.fd >= 0)
+        held = [s.fd for s in self.catalog.free_slots() if s.fd >= 0]
+        await self.close_fds([*self.descriptors.clear(), *held])  # first, so that the snapshot finds one
         try:
             await self.checkpoint(clean=not self.catalog.retired)
         except OSError as exc:
             log.warning("%s: no snapshot: %s", self.config.path, exc.strerror)
-        self.store.close()
+        await self.lane.run(self.store.close)
 
     def status(self) -> dict[str, Any]:
         """Figures of this mountpoint."""
@@ -584,7 +704,7 @@ class Volume:
         return {
             "index": self.index,
             "path": str(self.config.path),
-            "state": "recovering" if self.recovering else "ready",
+            "state": "hung" if self.lane.hung else "recovering" if self.recovering else "ready",
             "capacity_bytes": ledger.capacity,
             "used_bytes": ledger.used,
             "committed_bytes": ledger.committed,
@@ -595,6 +715,11 @@ class Volume:
             "entries": entries,
             "pinned_bytes": self.catalog.pinned,
             "descriptors": len(self.descriptors),
+            "hangs": self.lane.hangs,
+            "recovered_entries": self.recovery.entries,
+            "recovered_share": round(self.recovery.share, 3),
+            "scrub_total_bytes": self.scrub.total_bytes,
+            "scrub_done_bytes": self.scrub.done_bytes,
             **self.counters,
         }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from pathlib import Path
 
 import pyfuse3
@@ -23,6 +24,7 @@ log = logging.getLogger(__name__)
 DEVICE = "/dev/fuse"
 ANSWER_SECONDS = 10.0
 STOP_SECONDS = 5.0
+CAP_SYS_ADMIN = 21
 
 
 class Mount:
@@ -46,7 +48,7 @@ class Mount:
         await trio.to_thread.run_sync(prepare, self._path, abandon_on_cancel=True)
         config = self._engine.config
         options = {f"fsname={NAME}", f"subtype={NAME}", "default_permissions"}
-        if os.geteuid() == 0:
+        if may_mount():
             options.add("allow_other")
         if config.mount_read_only:
             options.add("ro")
@@ -130,3 +132,11 @@ def prepare(path: Path) -> None:
     except OSError as exc:
         raise ConfigError(f"{DEVICE}: {exc.strerror}; a mount needs it: load fuse, or serve without") from exc
     clear(path)
+
+
+def may_mount() -> bool:
+    """Whether mount(2) is ours to call: root, or a user whom CAP_SYS_ADMIN was given. Source: capabilities(7)."""
+    effective = re.search(
+        r"^CapEff:\s*(\w+)$", Path("/proc/self/status").read_text(encoding="ascii"), re.MULTILINE
+    )
+    return effective is not None and bool(int(effective[1], 16) >> CAP_SYS_ADMIN & 1)

@@ -75,10 +75,10 @@ async def test_a_start_that_can_not_read_tries_again(tmp_path, monkeypatch, expe
         await put(engine, engine.session(0), "k", b"x")
     real, failures = recovery.recover, [errno.EIO, errno.EIO]
 
-    def failing(store):
+    def failing(store, watch):
         if failures:
             raise OSError(failures.pop(), "Input/output error")
-        return real(store)
+        return real(store, watch)
 
     monkeypatch.setattr(recovery, "recover", failing)
     monkeypatch.setattr(engine_module, "RETRY_SECONDS", 0.01)
@@ -91,10 +91,10 @@ async def test_one_mountpoint_that_can_not_be_read_stays_alone(tmp_path, monkeyp
     expected_warnings.append("data1: can't be read, trying again: Input/output error")
     real = recovery.recover
 
-    def failing(store):
+    def failing(store, watch):
         if store.path.name == "data1":
             raise OSError(errno.EIO, "Input/output error")
-        return real(store)
+        return real(store, watch)
 
     monkeypatch.setattr(recovery, "recover", failing)
     engine = Engine(config(tmp_path, mountpoints=2, backend="pooled"))

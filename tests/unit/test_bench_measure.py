@@ -8,7 +8,7 @@ import pytest
 
 from kvcsfs.bench.measure import latency, percentile, touched_buffers
 from kvcsfs.bench.output import as_csv, as_json, as_table
-from kvcsfs.bench.progress import Progress
+from kvcsfs.progress import Progress
 
 ROWS = [
     {"op": "get", "keys": 1234, "ms": 0.5, "share": None},

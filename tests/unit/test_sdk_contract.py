@@ -80,6 +80,13 @@ def test_an_empty_batch_is_an_empty_list_without_a_daemon(tmp_path):
         assert client.ll_batch_delete([]) == []
 
 
+def test_a_match_ends_at_the_first_key_that_is_absent(client):
+    put(client, ("a", b"a"), ("b", b"b"), ("d", b"d"))
+    matched = [client.ll_batch_match(list(keys)) for keys in ("", "abcd", "dba", "cab", "ab", "aab")]
+    assert matched == [0, 2, 3, 0, 2, 3]
+    assert client.ll_batch_match(["a", EMPTY, "b"]) == 1
+
+
 def test_absent_keys_miss(client):
     assert get(client, "a") == get_into(client, ["a"]) == [0]
     assert client.ll_batch_get_items([LLGetItemOpt("a")])[0].data is None
@@ -216,6 +223,21 @@ def test_puts_are_cut_to_a_quarter_of_the_capacity(tmp_path):
         reserves = daemon.wait_for(wire.Reserve, 3)
         assert [r.keys for r in reserves] == [["k0", "k1", "k2", "k3"], ["k4", "k5", "k6"], ["large"]]
     daemon.stop()
+
+
+def test_a_long_put_goes_in_parts_and_in_two_lanes(daemon, client):
+    pairs = [(f"k{i}", b"%d" % i) for i in range(200)]
+    assert put(client, *pairs) == [0] * 200
+    reserves = daemon.wait_for(wire.Reserve, 4)
+    assert sorted(len(r.keys) for r in reserves) == [8, 64, 64, 64]
+    assert {key for r in reserves for key in r.keys} == {key for key, _ in pairs}
+    assert all(daemon.value(key) == value for key, value in pairs)
+
+
+def test_what_fails_in_one_lane_ends_the_other(daemon, client):
+    daemon.dies_on = {wire.Commit}
+    assert set(put(client, *[(f"k{i}", b"x") for i in range(400)])) == {-errno.ENOTCONN}
+    assert len(daemon.wait_for(wire.Reserve, 1)) < 7, "no lane went on after the connection died"
 
 
 def test_no_daemon(tmp_path):

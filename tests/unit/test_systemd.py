@@ -34,7 +34,7 @@ def shell_of(unit: str, setting: str, configuration: Path) -> str:
     """The script that `setting` gives to /bin/sh, as systemd passes it on (systemd.service(5), COMMAND LINES)."""
     value = dict(service_of(unit))[setting].replace("/etc/kvcsfs/%i.toml", "/etc/kvcsfs/kvcsfs.toml")
     program, dash_c, script = shlex.split(value)
-    assert (program, dash_c) == ("/bin/sh", "-c")
+    assert (program.lstrip("-+"), dash_c) == ("/bin/sh", "-c")
     script = script.replace("\\\\", "\\").replace("$$", "$")
     return script.replace("/etc/kvcsfs/kvcsfs.toml", str(configuration))
 

@@ -20,10 +20,14 @@ class Progress:
 
     def step(self, what: str, done: int = 1) -> None:
         """Show `what` as the part under way; `done` parts further than at the last call after it ends."""
-        filled = WIDTH * self._done // self._total
-        line = f"[{'#' * filled:{WIDTH}}] {self._done}/{self._total} {what}"
-        self._write(line[: shutil.get_terminal_size().columns - 1])
+        self.reach(self._done, what)
         self._done += done
+
+    def reach(self, done: int, what: str) -> None:
+        """Show that `done` parts are behind us."""
+        done = min(done, self._total)
+        line = f"[{'#' * (WIDTH * done // self._total):{WIDTH}}] {done}/{self._total} {what}"
+        self._write(line[: shutil.get_terminal_size().columns - 1])
 
     def _write(self, line: str) -> None:
         if self._shown:
