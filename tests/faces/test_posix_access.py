@@ -92,6 +92,21 @@ def test_tenants_that_may_not_read_each_other(tmp_path):
         assert store.stop() == ""
 
 
+def test_a_write_takes_the_right_to_run_as_the_owner_away(tmp_path):
+    with Mounted(tmp_path / "data", tmp_path / "mnt") as store:
+        path = store.path / "v"
+        for flags in (os.O_WRONLY, os.O_RDWR):
+            path.write_bytes(b"program")
+            path.chmod(0o6777)
+            assert who(path)[2] == 0o6777
+            fd = os.open(path, flags)
+            os.write(fd, b"other")
+            assert stat.S_IMODE(os.fstat(fd).st_mode) == 0o777
+            os.close(fd)
+            assert who(path)[2] == 0o777
+        assert store.stop() == ""
+
+
 def test_a_read_only_mount(tmp_path):
     with Mounted(tmp_path / "data", tmp_path / "mnt", mount_read_only=True) as store:
         store.put("d/v", b"value")
