@@ -357,7 +357,8 @@ class Contents:
 
 def _kind(node: File) -> tuple[int, str, str]:
     """What files of one size have in common: their mountpoint, first component and suffix."""
-    return node.index, node.key.partition("/")[0], node.key.rpartition(".")[2][-16:]
+    _, dot, suffix = node.key[node.key.rfind("/") + 1 :].rpartition(".")
+    return node.index, node.key.partition("/")[0], suffix[-16:] if dot else ""
 
 
 @contextmanager
