@@ -585,12 +585,14 @@ class Volume:
 
     async def recover(self) -> None:
         """Fill the catalog from the snapshot or the footers; entries over the capacity leave, oldest first."""
+        self.recovery = recovery.Watch()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._stop_recovery)
             outcome = await self._files.run(self._recovered)
             nursery.cancel_scope.cancel()
         if outcome is None:
-            return
+            await trio.lowlevel.checkpoint()  # raises Cancelled, the only reason for it
+            raise AssertionError("recovery stopped and nobody stops")
         if isinstance(outcome, OSError):
             raise outcome
         found, catalog = outcome
