@@ -145,6 +145,8 @@ def _status(arguments: argparse.Namespace) -> None:
     print(f"kvcsfs {status['version']}, up {status['uptime_seconds']:.0f} s, {status['sessions']} sessions")
     for m in status["mountpoints"]:
         print(f"mountpoint {m['index']}: {m['path']} ({m['state']})")
+        if m["trouble"]:
+            print(f"  in trouble: {m['trouble']}")
         if m["state"] == "recovering":
             print(f"  recovering: {m['recovered_share']:.0%}, {m['recovered_entries']} entries read")
         print(

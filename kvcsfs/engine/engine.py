@@ -105,6 +105,7 @@ class Engine:
                     nursery.start_soon(volume.keep_room)
                     nursery.start_soon(volume.reclaim_loose)
                     nursery.start_soon(volume.scrub.run)
+                    nursery.start_soon(volume.look_after)
                 nursery.start_soon(self._expire)
                 nursery.start_soon(self._checkpoints)
                 try:

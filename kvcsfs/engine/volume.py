@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 
 EVICT_BATCH = 64  # victims of one background trip; a put waits for no more than that
 RETRY_SECONDS = 5.0
+LOOK_SECONDS = 2.0
 KNOWN_SIZES = 4096
 HELD_SLOTS = 512  # free slots that keep a descriptor, as far as there are enough
 
@@ -50,6 +51,8 @@ class Volume:
         self.catalog = Catalog(config.capacity)
         self.descriptors = Descriptors(descriptor_limit)
         self.recovering = True
+        self.detached = False  # its directory is unmounted or replaced: gets miss, puts fail
+        self.trouble = ""  # why writes fail, as far as we know
         self.recovery = recovery.Watch()
         self.settling: dict[str, trio.Event] = {}  # keys whose writers on the mount have all flushed
         self.extras: dict[str, Any] = {}  # what faces keep in the snapshot
@@ -96,6 +99,8 @@ class Volume:
     def _check_ready(self) -> None:
         if self.recovering:
             raise BusyError("the store is still recovering")
+        if self.detached:
+            raise BackingError(self.trouble)
 
     async def settled(self, names: Iterable[str], seconds: float = 0.2) -> None:
         """Wait for keys whose last writer on the mount is just closing: its release arrives after close() returned."""
@@ -108,6 +113,8 @@ class Volume:
     def lookup(self, names: Sequence[str], temporaries: bool) -> list[Entry | None]:
         """The entries of keys."""
         get = self.catalog.index.get
+        if self.detached:
+            return [None] * len(names)
         if temporaries:
             return [get(name) for name in names]
         return [None if (e := get(name)) is None or e.flags & TEMPORARY else e for name in names]
@@ -190,6 +197,9 @@ class Volume:
         plan = self.catalog.promise(charges)
         point("reserve.promised")
         staged = await self._stage(plan, charges, await self._make_room(plan))
+        full = [i for i, s in enumerate(staged) if isinstance(s, CapacityError) and i not in plan.recycle]
+        if full:
+            staged = await self._stage_again(staged, charges, full)
         results: list[Staged | KvcsError] = []
         for i, (charged, outcome) in enumerate(zip(charges, staged, strict=True)):
             if isinstance(outcome, tuple):
@@ -228,6 +238,21 @@ class Volume:
             return staged
         outcomes.update(zip(granted, staged, strict=True))
         return [outcomes.get(i) for i in range(len(charges))]
+
+    async def _stage_again(
+        self, staged: Sequence[jobs.Prepared | KvcsError | None], charges: Sequence[int], full: Sequence[int]
+    ) -> Sequence[jobs.Prepared | KvcsError | None]:
+        """Evict as much as the positions `full` need, for which the file system had no room, and try once more."""
+        await self._make_room(self.catalog.shed(sum(charges[i] for i in full)))
+        wanted = [charges[i] for i in full]
+        again = dict(
+            zip(
+                full,
+                await self._files.run(jobs.stage_many, self.store, [None] * len(full), wanted),
+                strict=True,
+            )
+        )
+        return [again.get(i, outcome) for i, outcome in enumerate(staged)]
 
     async def _make_room(self, plan: Plan) -> int:
         """Do what a plan needs before its files can be had; returns how many of its bytes could not be freed."""
@@ -407,9 +432,22 @@ class Volume:
                 if wanted == size:
                     raise
                 continue
+            if failed := await self._grow_file(staged.fd, have + extra, extra):
+                self.catalog.unreserve(extra)
+                if wanted == size:
+                    raise failed
+                continue
             staged.entry.size = wanted
             staged.charged += extra
             return
+
+    async def _grow_file(self, fd: int, size: int, extra: int) -> KvcsError | None:
+        """Take a file's blocks; if the file system has no room evict as much, and try once more."""
+        failed = await self._files.run(jobs.grow_file, fd, size)
+        if isinstance(failed, CapacityError):
+            await self._make_room(self.catalog.shed(extra))
+            failed = await self._files.run(jobs.grow_file, fd, size)
+        return failed
 
     async def _reserve_bytes(self, size: int) -> None:
         """Reserve bytes without a file."""
@@ -544,6 +582,21 @@ class Volume:
             self._loose = trio.Event()
             await self.reclaim([e for e in self.catalog.retired if not e.pins])
 
+    async def look_after(self) -> None:
+        """Background: tell when the backing directory goes or takes no writes, and when it is back."""
+        failures = 0
+        while True:
+            await trio.sleep(LOOK_SECONDS)
+            writes = bool(self.trouble) or self.counters["io_errors"] != failures
+            failures = self.counters["io_errors"]
+            there, trouble = await self._files.run(jobs.examine, self.store, writes)
+            self.detached = not there
+            if trouble and trouble != self.trouble:
+                log.warning("%s: in trouble: %s", self.config.path, trouble)
+            elif self.trouble and not trouble:
+                log.info("%s: out of trouble", self.config.path)
+            self.trouble = trouble
+
     # -- verification
 
     async def verify(self, names: Sequence[str]) -> list[int]:
@@ -625,7 +678,7 @@ class Volume:
 
     async def checkpoint(self, clean: bool = False) -> None:
         """Write the snapshot; `clean` says that it is exact and nothing follows it."""
-        if self.recovering:
+        if self.recovering or self.detached:
             return
         writer = await self._files.run(recovery.SnapshotWriter, self.store)
         try:
@@ -657,7 +710,8 @@ class Volume:
         return {
             "index": self.index,
             "path": str(self.config.path),
-            "state": "recovering" if self.recovering else "ready",
+            "state": "recovering" if self.recovering else "failing" if self.trouble else "ready",
+            "trouble": self.trouble,
             "capacity_bytes": ledger.capacity,
             "used_bytes": ledger.used,
             "committed_bytes": ledger.committed,

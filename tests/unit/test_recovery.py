@@ -122,7 +122,7 @@ def test_a_slot_that_can_not_be_read_does_not_stop_the_others(tmp_path, monkeypa
     def failing(fd: int, size: int, offset: int) -> bytes:
         if os.fstat(fd).st_ino == inode:
             raise OSError(5, "Input/output error")
-        return real(fd, size, offset)
+        return bytes(real(fd, size, offset))
 
     monkeypatch.setattr(os, "pread", failing)
     assert found_keys(restart(tmp_path)) == ["good"]
