@@ -198,16 +198,16 @@ def grow_file(fd: int, size: int) -> KvcsError | None:
     return None
 
 
-def examine(store: SlotStore, write: bool) -> tuple[bool, str]:
-    """Whether the backing directory is where it was; and, with `write`, why it takes no writes ("" if it does)."""
+def examine(store: SlotStore, write: bool) -> tuple[bool, OSError | None]:
+    """Whether the backing directory is where it was; and, with `write`, why it takes no writes (None: it does)."""
     if not store.is_there():
-        return False, "the backing directory was unmounted or replaced"
+        return False, None
     try:
         if write:
             store.try_write()
     except OSError as exc:
-        return True, str(exc.strerror)
-    return True, ""
+        return True, exc
+    return True, None
 
 
 def finish_file(fd: int, size: int, checksum: bytes | None) -> bytes:

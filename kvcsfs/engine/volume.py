@@ -7,6 +7,7 @@ pinned by every step that still needs its file, and `_claim` lets one commit, re
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from contextlib import asynccontextmanager
@@ -52,7 +53,8 @@ class Volume:
         self.descriptors = Descriptors(descriptor_limit)
         self.recovering = True
         self.detached = False  # its directory is unmounted or replaced: gets miss, puts fail
-        self.trouble = ""  # why writes fail, as far as we know
+        self.unwritable = False  # every write would fail: puts do at once, and evict nothing for it
+        self.trouble = ""  # what is wrong with it, for people
         self.recovery = recovery.Watch()
         self.settling: dict[str, trio.Event] = {}  # keys whose writers on the mount have all flushed
         self.extras: dict[str, Any] = {}  # what faces keep in the snapshot
@@ -99,7 +101,7 @@ class Volume:
     def _check_ready(self) -> None:
         if self.recovering:
             raise BusyError("the store is still recovering")
-        if self.detached:
+        if self.unwritable:
             raise BackingError(self.trouble)
 
     async def settled(self, names: Iterable[str], seconds: float = 0.2) -> None:
@@ -196,10 +198,18 @@ class Volume:
             self._sizes.clear()
         plan = self.catalog.promise(charges)
         point("reserve.promised")
-        staged = await self._stage(plan, charges, await self._make_room(plan))
-        full = [i for i, s in enumerate(staged) if isinstance(s, CapacityError) and i not in plan.recycle]
-        if full:
-            staged = await self._stage_again(staged, charges, full)
+        missing = await self._make_room(plan)
+        if missing:  # by one file that can't be removed a put must not fail while others can
+            missing = await self._make_room(self.catalog.shed(missing))
+        staged = await self._stage(plan, charges, missing)
+        again = [
+            i
+            for i, outcome in enumerate(staged)
+            if isinstance(outcome, CapacityError) or (isinstance(outcome, KvcsError) and i in plan.recycle)
+        ]
+        if again:
+            self._keep_stuck([plan.recycle[i] for i in again if i in plan.recycle])
+            staged = await self._stage_again(staged, charges, again)
         results: list[Staged | KvcsError] = []
         for i, (charged, outcome) in enumerate(zip(charges, staged, strict=True)):
             if isinstance(outcome, tuple):
@@ -210,7 +220,7 @@ class Volume:
             session.reserved -= charged
             if outcome is not None:
                 self.catalog.unreserve(charged)
-                self._keep_stuck([plan.recycle[i]] if i in plan.recycle else [])
+                self.counters["io_errors"] += 1
             results.append(outcome or self._no_room(charged))
         results += [CapacityError("the connection's share is reserved") for _ in names[len(charges) :]]
         return results
@@ -240,18 +250,16 @@ class Volume:
         return [outcomes.get(i) for i in range(len(charges))]
 
     async def _stage_again(
-        self, staged: Sequence[jobs.Prepared | KvcsError | None], charges: Sequence[int], full: Sequence[int]
+        self,
+        staged: Sequence[jobs.Prepared | KvcsError | None],
+        charges: Sequence[int],
+        failed: Sequence[int],
     ) -> Sequence[jobs.Prepared | KvcsError | None]:
-        """Evict as much as the positions `full` need, for which the file system had no room, and try once more."""
-        await self._make_room(self.catalog.shed(sum(charges[i] for i in full)))
-        wanted = [charges[i] for i in full]
-        again = dict(
-            zip(
-                full,
-                await self._files.run(jobs.stage_many, self.store, [None] * len(full), wanted),
-                strict=True,
-            )
-        )
+        """Evict once more for the positions that failed, since the file system is full or a victim can't be had."""
+        await self._make_room(self.catalog.shed(sum(charges[i] for i in failed)))
+        wanted = [charges[i] for i in failed]
+        made = await self._files.run(jobs.stage_many, self.store, [None] * len(failed), wanted)
+        again = dict(zip(failed, made, strict=True))
         return [again.get(i, outcome) for i, outcome in enumerate(staged)]
 
     async def _make_room(self, plan: Plan) -> int:
@@ -455,7 +463,7 @@ class Volume:
         missing = await self._make_room(plan)
         if plan.refused:
             raise self._no_room(size)
-        if missing:
+        if missing and await self._make_room(self.catalog.shed(missing)):
             self.catalog.unreserve(size)
             raise _unremovable()
 
@@ -589,13 +597,18 @@ class Volume:
             await trio.sleep(LOOK_SECONDS)
             writes = bool(self.trouble) or self.counters["io_errors"] != failures
             failures = self.counters["io_errors"]
-            there, trouble = await self._files.run(jobs.examine, self.store, writes)
+            there, failed = await self._files.run(jobs.examine, self.store, writes)
             self.detached = not there
-            if trouble and trouble != self.trouble:
-                log.warning("%s: in trouble: %s", self.config.path, trouble)
-            elif self.trouble and not trouble:
-                log.info("%s: out of trouble", self.config.path)
-            self.trouble = trouble
+            self.unwritable = not there or (failed is not None and failed.errno != errno.ENOSPC)
+            trouble = "" if there else "the backing directory was unmounted or replaced"
+            self._tell_trouble(trouble or (str(failed.strerror) if failed else ""))
+
+    def _tell_trouble(self, trouble: str) -> None:
+        if trouble and trouble != self.trouble:
+            log.warning("%s: in trouble: %s", self.config.path, trouble)
+        elif self.trouble and not trouble:
+            log.info("%s: out of trouble", self.config.path)
+        self.trouble = trouble
 
     # -- verification
 
