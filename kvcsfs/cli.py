@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import json
 import logging
-import signal
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -31,15 +31,19 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `kvcsfs ls | head` ends quietly
     arguments = _parser().parse_args(argv)
     try:
-        return arguments.run(arguments) or 0
+        status = arguments.run(arguments) or 0
+        sys.stdout.flush()
+        return status
     except ConfigError as exc:
         print(f"kvcsfs: {exc}", file=sys.stderr)
         return 2
     except KvcsError as exc:
         print(f"kvcsfs: {exc}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # `kvcsfs ls | head` has what it wants; what is left goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
         return 130
@@ -177,6 +181,8 @@ def _status(arguments: argparse.Namespace) -> None:
     print(f"kvcsfs {status['version']}, up {status['uptime_seconds']:.0f} s, {status['sessions']} sessions")
     for m in status["mountpoints"]:
         print(f"mountpoint {m['index']}: {m['path']} ({m['state']})")
+        if m["trouble"]:
+            print(f"  in trouble: {m['trouble']}")
         if m["state"] == "recovering":
             print(f"  recovering: {m['recovered_share']:.0%}, {m['recovered_entries']} entries read")
         print(
