@@ -59,7 +59,8 @@ def test_a_reply(payload):
 @given(damaged([b"".join(FRAMES)]), st.lists(st.integers(1, 500), max_size=20))
 def test_a_stream_gives_the_same_however_it_is_cut(stream, cuts):
     def frames(pieces: list[bytes]) -> list[bytes]:
-        buffer, found = wire.FrameBuffer(), []
+        buffer = wire.FrameBuffer()
+        found: list[bytes] = []
         try:
             for piece in pieces:
                 found.extend(buffer.feed(piece))
