@@ -89,7 +89,9 @@ class BatchFace:
 
     async def _accept(self, nursery: trio.Nursery) -> None:
         for count in itertools.count():
-            if count % ACCEPT_AT_ONCE == 0:  # a flood of connections must not keep the others' requests waiting
+            if (
+                count % ACCEPT_AT_ONCE == 0
+            ):  # a flood of connections must not keep the others' requests waiting
                 await trio.lowlevel.checkpoint()
             try:
                 client, _ = self._listener.accept()
