@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import errno
 import functools
 import json
 import logging
@@ -246,16 +247,15 @@ def _rm(arguments: argparse.Namespace) -> None:
             reply = control.ask(wire.Remove(2, arguments.mountpoint, arguments.prefix), wire.EvictReply)
             print(f"deleted {reply.entries} entries, {format_size(reply.charged_bytes)}")
             return
-        missing = []
+        failed: list[tuple[str, int]] = []
         for start in range(0, len(arguments.keys), wire.MAX_KEYS):
             keys = arguments.keys[start : start + wire.MAX_KEYS]
             statuses = control.ask(wire.Delete(2, arguments.mountpoint, keys), wire.DeleteReply).statuses
-            missing += [key for key, status in zip(keys, statuses, strict=True) if status]
-    if missing:
-        raise KvcsError(
-            f"rm: no value under {_printable(missing[0])}"
-            + f" and {len(missing) - 1} others" * (len(missing) > 1)
-        )
+            failed += [(key, status) for key, status in zip(keys, statuses, strict=True) if status]
+    if failed:
+        key, status = failed[0]
+        why = "no value under" if status == -errno.ENOENT else f"{os.strerror(-status)}:"
+        raise KvcsError(f"rm: {why} {_printable(key)}" + f" and {len(failed) - 1} others" * (len(failed) > 1))
 
 
 def _verify(arguments: argparse.Namespace) -> int:

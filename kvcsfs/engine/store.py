@@ -64,8 +64,8 @@ class SlotStore:
         self.durable = durable
         self._lock = self._claim()
         try:
-            for i in range(FOLDERS):
-                os.makedirs(path / "slots" / f"{i:02x}", mode=0o700, exist_ok=True)
+            for name in ("slots", "epoch", *(f"slots/{i:02x}" for i in range(FOLDERS))):
+                _own_directory(path / name)
             sync_directory(path / "slots")
             sync_directory(path)
             self._slots = os.open(path / "slots", os.O_RDONLY | os.O_DIRECTORY | _FLAGS)
@@ -75,6 +75,9 @@ class SlotStore:
         except OSError as exc:
             os.close(self._lock)
             raise ConfigError(f"{path}: can't be used as a data directory: {exc.strerror}") from exc
+        except ConfigError:
+            os.close(self._lock)
+            raise
         if direct and not self.align:
             os.close(self._lock)
             raise ConfigError(f'{path}: the file system has no direct I/O, expected io = "buffered"')
@@ -127,7 +130,6 @@ class SlotStore:
     def _begin_epoch(self) -> tuple[int, str, int]:
         """Return the last epoch, the boot it ran in, and the new one. Its file is made O_EXCL and synced."""
         folder = self.path / "epoch"
-        folder.mkdir(mode=0o700, exist_ok=True)
         known = sorted(int(name) for name in os.listdir(folder) if name.isdigit())
         previous = known[-1] if known else 0
         boot = (folder / str(previous)).read_text(errors="replace").strip() if known else ""
@@ -320,6 +322,13 @@ class SlotStore:
             return digest(fd, entry.size) == entry.checksum
         finally:
             os.close(fd)
+
+
+def _own_directory(path: Path) -> None:
+    """Make a directory that is private to us. Raises ConfigError for a symbolic link, which is never followed."""
+    path.mkdir(mode=0o700, exist_ok=True)
+    if path.is_symlink():
+        raise ConfigError(f"{path}: a symbolic link, expected a directory")
 
 
 def direct_alignment(path: Path) -> int:
