@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import errno
+import functools
 import json
 import logging
-import signal
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -20,6 +22,7 @@ from kvcsfs import __version__, wire
 from kvcsfs.config import format_size, load, parse_size
 from kvcsfs.control import Control, default_socket
 from kvcsfs.errors import ConfigError, KvcsError
+from kvcsfs.size import Model
 
 
 class _Parser(argparse.ArgumentParser):
@@ -29,15 +32,19 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `kvcsfs ls | head` ends quietly
     arguments = _parser().parse_args(argv)
     try:
-        return arguments.run(arguments) or 0
+        status = arguments.run(arguments) or 0
+        sys.stdout.flush()
+        return status
     except ConfigError as exc:
         print(f"kvcsfs: {exc}", file=sys.stderr)
         return 2
     except KvcsError as exc:
         print(f"kvcsfs: {exc}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # `kvcsfs ls | head` has what it wants; what is left goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
         return 130
@@ -94,6 +101,8 @@ def _parser() -> argparse.ArgumentParser:
     fsck.add_argument("directory", type=Path, metavar="DIR", help="a mountpoint's backing directory")
     _verification(fsck, "0")
     fsck.set_defaults(run=_fsck)
+
+    _add_size(commands)
     return parser
 
 
@@ -106,6 +115,35 @@ def _verification(parser: argparse.ArgumentParser, rate: str) -> None:
         help=f"bytes a second at most; 0: no limit ({rate})",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _add_size(commands: Any) -> None:
+    text = "bytes of a model's KV cache, and the capacity that a number of tokens needs"
+    size = commands.add_parser("size", help=text, description=text)
+    size.add_argument("--layers", type=int, required=True, metavar="N")
+    size.add_argument("--kv-heads", type=int, default=0, metavar="N", help="heads of keys and values")
+    size.add_argument("--head-dim", type=int, default=0, metavar="N")
+    size.add_argument("--value-head-dim", type=int, default=0, metavar="N", help="if values have another")
+    size.add_argument(
+        "--latent",
+        type=int,
+        default=0,
+        metavar="N",
+        help="MLA, without heads: kv_lora_rank + qk_rope_head_dim",
+    )
+    size.add_argument(
+        "--dtype", default="bf16", metavar="NAME", help="bf16, fp16, fp32, fp8, ...; default bf16"
+    )
+    size.add_argument("--ranks", type=int, default=1, metavar="N", help="workers that split the heads")
+    size.add_argument(
+        "--block-tokens", type=int, default=64, metavar="N", help="tokens of one value; default 64"
+    )
+    size.add_argument(
+        "--tokens", type=int, default=1_000_000, metavar="N", help="tokens to keep; default 1000000"
+    )
+    size.add_argument("--capacity", type=_size, metavar="SIZE", help="say how many tokens it keeps instead")
+    size.add_argument("--json", action="store_true", help="print JSON")
+    size.set_defaults(run=_size_model)
 
 
 def _command(commands: Any, name: str, text: str, run: Any) -> argparse.ArgumentParser:
@@ -128,12 +166,11 @@ def _size(text: str) -> int:
 def _serve(arguments: argparse.Namespace) -> None:
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     flags = {name: getattr(arguments, name) for name in ("data", "capacity", "mount", "socket", "metrics")}
-    config = load(arguments.config, flags)
     try:
         from kvcsfs.daemon import run  # the SDK's install has no trio
     except ModuleNotFoundError as exc:
         raise _not_installed(exc) from exc
-    run(config)
+    run(functools.partial(load, arguments.config, flags))
 
 
 def _status(arguments: argparse.Namespace) -> None:
@@ -210,16 +247,15 @@ def _rm(arguments: argparse.Namespace) -> None:
             reply = control.ask(wire.Remove(2, arguments.mountpoint, arguments.prefix), wire.EvictReply)
             print(f"deleted {reply.entries} entries, {format_size(reply.charged_bytes)}")
             return
-        missing = []
+        failed: list[tuple[str, int]] = []
         for start in range(0, len(arguments.keys), wire.MAX_KEYS):
             keys = arguments.keys[start : start + wire.MAX_KEYS]
             statuses = control.ask(wire.Delete(2, arguments.mountpoint, keys), wire.DeleteReply).statuses
-            missing += [key for key, status in zip(keys, statuses, strict=True) if status]
-    if missing:
-        raise KvcsError(
-            f"rm: no value under {_printable(missing[0])}"
-            + f" and {len(missing) - 1} others" * (len(missing) > 1)
-        )
+            failed += [(key, status) for key, status in zip(keys, statuses, strict=True) if status]
+    if failed:
+        key, status = failed[0]
+        why = "no value under" if status == -errno.ENOENT else f"{os.strerror(-status)}:"
+        raise KvcsError(f"rm: {why} {_printable(key)}" + f" and {len(failed) - 1} others" * (len(failed) > 1))
 
 
 def _verify(arguments: argparse.Namespace) -> int:
@@ -271,6 +307,38 @@ def _evict(arguments: argparse.Namespace) -> None:
         request = wire.Evict(2, arguments.mountpoint, arguments.prefix, arguments.bytes or 0)
         reply = control.ask(request, wire.EvictReply)
     print(f"evicted {reply.entries} entries, {format_size(reply.charged_bytes)}")
+
+
+def _size_model(arguments: argparse.Namespace) -> None:
+    try:
+        model = Model(
+            arguments.layers,
+            arguments.kv_heads,
+            arguments.head_dim,
+            arguments.dtype,
+            arguments.value_head_dim,
+            arguments.latent,
+            arguments.ranks,
+        )
+        block, capacity = arguments.block_tokens, arguments.capacity
+        figures = {
+            "token_bytes": model.token_bytes,
+            "value_bytes": model.value_bytes(block),
+            "charged_bytes": model.charged_bytes(block),
+            "tokens": arguments.tokens if capacity is None else model.tokens(capacity, block),
+            "capacity_bytes": model.capacity(arguments.tokens, block) if capacity is None else capacity,
+        }
+    except ValueError as exc:
+        raise ConfigError(f"size: {exc}") from None
+    if arguments.json:
+        print(json.dumps(figures))
+        return
+    print(f"a token: {format_size(figures['token_bytes'])}")
+    print(
+        f"a value of {block} tokens: {format_size(figures['value_bytes'])} on each of {model.stored_ranks} ranks, "
+        f"{format_size(figures['charged_bytes'])} in all with padding and footers"
+    )
+    print(f"{figures['tokens']} tokens: a capacity of {format_size(figures['capacity_bytes'])}")
 
 
 if __name__ == "__main__":

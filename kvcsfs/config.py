@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import grp
 import os
+import pwd
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,17 @@ class MountpointConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class AccessRule:
+    """What users and groups may do with the keys that start with `prefix`; `users` None is everyone."""
+
+    prefix: str
+    users: frozenset[int] | None
+    groups: frozenset[int] = frozenset()
+    read: bool = True
+    write: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
 class Config:
     """The whole configuration of one daemon."""
 
@@ -60,6 +73,7 @@ class Config:
     mount: Path | None = None
     backend: str = "direct"  # or "pooled"
     metrics: str = ""  # address:port, "" for none
+    access: tuple[AccessRule, ...] = ()  # none: whoever may connect may do everything
 
 
 def load(file: Path | None, flags: Mapping[str, str | None]) -> Config:
@@ -70,14 +84,14 @@ def load(file: Path | None, flags: Mapping[str, str | None]) -> Config:
     """
     source = str(file) if file else "command line"
     document = _read(file) if file else {}
-    unknown = sorted(set(document) - {"store", "mountpoints"})
+    unknown = sorted(set(document) - {"store", "mountpoints", "access"})
     if unknown:
-        raise ConfigError(f"{source}: unknown key {unknown[0]!r}, expected [store] or [[mountpoints]]")
+        raise ConfigError(
+            f"{source}: unknown key {unknown[0]!r}, expected [store], [[mountpoints]] or [[access]]"
+        )
     store = _table(source, "store", document.get("store", {}), _STORE_KEYS)
-    raw = document.get("mountpoints", [])
-    if not isinstance(raw, list):
-        raise ConfigError(f"{source}: mountpoints: expected [[mountpoints]] tables")
-    tables = [_table(source, f"mountpoints[{i}]", t, _MOUNTPOINT_KEYS) for i, t in enumerate(raw)]
+    tables = _tables(source, "mountpoints", document, _MOUNTPOINT_KEYS)
+    rules = _tables(source, "access", document, _ACCESS_KEYS)
     for name in ("mount", "socket", "metrics"):
         if flags.get(name):
             store[name] = flags[name]
@@ -95,7 +109,8 @@ def load(file: Path | None, flags: Mapping[str, str | None]) -> Config:
     for i, path in enumerate(paths):
         if path in paths[:i]:
             raise ConfigError(f"{source}: mountpoints[{i}].path: {path} is used twice")
-    return _store(f"{source}: store", store, mountpoints)
+    access = tuple(_access(f"{source}: access[{i}]", rule) for i, rule in enumerate(rules))
+    return _store(f"{source}: store", store, mountpoints, access)
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -113,6 +128,18 @@ _MOUNTPOINT_KEYS = frozenset(
 )
 
 
+_ACCESS_KEYS = frozenset({"prefix", "users", "groups", "read", "write"})
+
+
+def _tables(
+    source: str, name: str, document: Mapping[str, Any], known: frozenset[str]
+) -> list[dict[str, Any]]:
+    raw = document.get(name, [])
+    if not isinstance(raw, list):
+        raise ConfigError(f"{source}: {name}: expected [[{name}]] tables")
+    return [_table(source, f"{name}[{i}]", table, known) for i, table in enumerate(raw)]
+
+
 def _table(source: str, name: str, table: Any, known: frozenset[str]) -> dict[str, Any]:
     if not isinstance(table, dict):
         raise ConfigError(f"{source}: {name}: expected a table")
@@ -124,7 +151,12 @@ def _table(source: str, name: str, table: Any, known: frozenset[str]) -> dict[st
     return dict(table)
 
 
-def _store(where: str, table: dict[str, Any], mountpoints: tuple[MountpointConfig, ...]) -> Config:
+def _store(
+    where: str,
+    table: dict[str, Any],
+    mountpoints: tuple[MountpointConfig, ...],
+    access: tuple[AccessRule, ...],
+) -> Config:
     backend = _choice(where, "backend", table.get("backend", "direct"), ("direct", "pooled"))
     socket = _text(where, "socket", table.get("socket", DEFAULT_SOCKET))
     if len(os.fsencode(os.path.abspath(socket))) > 107:  # sun_path, unix(7)
@@ -140,7 +172,49 @@ def _store(where: str, table: dict[str, Any], mountpoints: tuple[MountpointConfi
         mount=Path(os.path.abspath(_text(where, "mount", mount))) if mount is not None else None,
         backend=backend,
         metrics=metrics,
+        access=access,
     )
+
+
+def _access(where: str, table: dict[str, Any]) -> AccessRule:
+    prefix = table.get("prefix")
+    if not isinstance(prefix, str) or (prefix and not prefix.endswith("/")) or "\0" in prefix:
+        raise ConfigError(
+            f'{where}.prefix: {prefix!r}: expected a text that ends with "/", or "" for every key'
+        )
+    if not {"users", "groups"} & set(table):
+        raise ConfigError(
+            f'{where}: expected users or groups, such as users = ["alice", 1001], or ["*"] for everyone'
+        )
+    users = _ids(where, "users", table.get("users", []), lambda name: pwd.getpwnam(name).pw_uid)
+    groups = _ids(where, "groups", table.get("groups", []), lambda name: grp.getgrnam(name).gr_gid)
+    if groups is None:
+        raise ConfigError(f"{where}.groups: '*' is for users, expected names or numbers of groups")
+    rights = {name: table.get(name, True) for name in ("read", "write")}
+    for name, value in rights.items():
+        if not isinstance(value, bool):
+            raise ConfigError(f"{where}.{name}: {value!r}: expected true or false")
+    return AccessRule(prefix, users, groups, **rights)
+
+
+def _ids(where: str, key: str, value: Any, resolve: Callable[[str], int]) -> frozenset[int] | None:
+    """The numbers of users or groups; None for everyone."""
+    if value == ["*"]:
+        return None
+    if not isinstance(value, list):
+        raise ConfigError(f"{where}.{key}: {value!r}: expected a list of names or numbers")
+    found = set()
+    for item in value:
+        if isinstance(item, int) and not isinstance(item, bool) and 0 <= item < 1 << 32:
+            found.add(item)
+            continue
+        try:
+            found.add(resolve(item))
+        except (KeyError, TypeError, ValueError):
+            raise ConfigError(
+                f"{where}.{key}: {item!r} isn't known here, expected a name or a number"
+            ) from None
+    return frozenset(found)
 
 
 def _mountpoint(where: str, table: dict[str, Any]) -> MountpointConfig:

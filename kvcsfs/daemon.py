@@ -7,11 +7,13 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
 import trio
+import trio.lowlevel
 
 from kvcsfs.batch import BatchFace
 from kvcsfs.config import Config
@@ -27,13 +29,15 @@ log = logging.getLogger(__name__)
 
 EARLY_SECONDS = 2.0  # a recovery that takes longer goes on while the store answers
 PROGRESS_SECONDS = 1.0
-STOP_SECONDS = 60.0  # then the process ends whatever still hangs
+RELOAD_SECONDS = 10.0
+STOP_SECONDS = 90.0  # then the process ends whatever still runs; systemd would kill it after 120
+STILL_SECONDS = 15.0  # the same when the event loop doesn't turn
 
 
-def run(config: Config) -> None:
-    """Serve until SIGTERM or SIGINT. Raises ConfigError when it can't start."""
+def run(read: Callable[[], Config]) -> None:
+    """Serve what `read` says until SIGTERM or SIGINT; SIGHUP reads again. Raises ConfigError when it can't start."""
     try:
-        trio.run(_serve, config, restrict_keyboard_interrupt_to_checkpoints=True)
+        trio.run(_serve, read, restrict_keyboard_interrupt_to_checkpoints=True)
     except* ConfigError as group:
         raise _first(group) from None
 
@@ -45,8 +49,9 @@ def _first(group: BaseExceptionGroup[ConfigError]) -> BaseException:
     return exc
 
 
-async def _serve(config: Config) -> None:
-    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+async def _serve(read: Callable[[], Config]) -> None:
+    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
+        config = read()
         engine = Engine(config)
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(engine.running())
@@ -62,6 +67,9 @@ async def _serve(config: Config) -> None:
             async with trio.open_nursery() as telling:
                 telling.start_soon(_tell_recovery, engine, config)
                 async for number in signals:
+                    if number == signal.SIGHUP:
+                        await _reload(engine, read)
+                        continue
                     log.info("stopping on %s", signal.Signals(number).name)
                     break
                 telling.cancel_scope.cancel()
@@ -80,6 +88,21 @@ async def _mount(engine: Engine, config: Config, nursery: trio.Nursery) -> Mount
     mount = Mount(engine, config.mount)
     await mount.start(nursery)
     return mount
+
+
+async def _reload(engine: Engine, read: Callable[[], Config]) -> None:
+    """Read the configuration again. One that can't be taken is told, and the old one stays."""
+    notify(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
+    outcome = "configuration reloaded"
+    try:
+        with trio.fail_after(RELOAD_SECONDS):  # it looks at the backing directories, and one may hang
+            engine.reload(await trio.to_thread.run_sync(read, abandon_on_cancel=True))
+    except ConfigError as exc:
+        outcome = f"not reloaded: {exc}"
+    except trio.TooSlowError:
+        outcome = "not reloaded: a backing directory doesn't answer"
+    log.info("%s", outcome)
+    notify(f"READY=1\nSTATUS={outcome}")
 
 
 def _where(config: Config) -> str:
@@ -103,15 +126,26 @@ async def _tell_recovery(engine: Engine, config: Config) -> None:
 
 
 def _bound_the_stop() -> None:
-    """A file call that never returns can't be cancelled; every committed value is on disk without us."""
+    """End the process when the event loop stands still, or the stop takes for ever: committed values are on disk.
 
-    def give_up() -> None:
-        log.error("not stopped after %.0f s, ending anyway", STOP_SECONDS)
+    A file system that hangs is given up by its lane within seconds; a large snapshot may take its time.
+    """
+    turned = begun = time.monotonic()
+
+    async def turn() -> None:
+        nonlocal turned
+        while True:
+            turned = time.monotonic()
+            await trio.sleep(1)
+
+    def watch() -> None:
+        while max(time.monotonic() - turned - STILL_SECONDS, time.monotonic() - begun - STOP_SECONDS) < 0:
+            time.sleep(1)
+        log.error("not stopped after %.0f s, ending anyway", time.monotonic() - begun)
         os._exit(1)
 
-    timer = threading.Timer(STOP_SECONDS, give_up)
-    timer.daemon = True
-    timer.start()
+    trio.lowlevel.spawn_system_task(turn)
+    threading.Thread(target=watch, name="kvcsfs-stop", daemon=True).start()
 
 
 def notify(state: str) -> None:

@@ -71,6 +71,12 @@ class InvalidValueError(KvcsError):
     code, errno = KvcsCode.INVALID_ARGUMENT, errno.EINVAL
 
 
+class AccessError(KvcsError):
+    """The access rules don't let this peer read, or write, the key. Nothing was done."""
+
+    code, errno = KvcsCode.INVALID_ARGUMENT, errno.EACCES
+
+
 class NotFoundError(KvcsError):
     """The key holds nothing, where the caller needed it to."""
 

@@ -17,7 +17,7 @@ from kvcsfs.config import Config, MountpointConfig
 from kvcsfs.engine import jobs
 from kvcsfs.engine.engine import Engine
 from kvcsfs.engine.entry import Entry, charge
-from kvcsfs.engine.files import Files
+from kvcsfs.engine.lane import Lane
 from kvcsfs.engine.session import Session, Staged
 from kvcsfs.engine.store import SlotStore, write_all
 from kvcsfs.errors import KvcsError
@@ -97,7 +97,7 @@ async def keys(engine: Engine, index: int = 0) -> list[str]:
     return [e.key for e in await engine.page(index, "", "", 1 << 20)]
 
 
-async def _in_a_thread(self: Files, job: Callable[..., Any], *columns: Any) -> Any:
+async def _in_a_thread(self: Lane, job: Callable[..., Any], *columns: Any) -> Any:
     """Brief work in a thread too, so that the loop runs on while a gate is closed."""
     return await self.run(job, self._store, *columns)
 
@@ -109,7 +109,7 @@ class Gate:
         self.reached, self.go = trio.Event(), trio.Event()
         self._real = getattr(jobs, name)
         monkeypatch.setattr(jobs, name, self._wait)
-        monkeypatch.setattr(Files, "brief", _in_a_thread)
+        monkeypatch.setattr(Lane, "brief", _in_a_thread)
 
     def _wait(self, *args: object) -> object:
         if not self.go.is_set():

@@ -7,7 +7,7 @@ plain data (`Plan`, lists of entries) for the layer that does it, and that layer
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from kvcsfs.engine.entry import Entry, charge
 from kvcsfs.engine.index import Index
@@ -19,11 +19,15 @@ FREE_SLOTS_SHARE = 20  # free slots hold at most a twentieth of the capacity
 
 @dataclasses.dataclass(slots=True)
 class FreeSlot:
-    """A file of `size` bytes that belongs to nobody; `fd` is a writable descriptor kept for it, or -1."""
+    """A file of `size` bytes that belongs to nobody; `fd` is a writable descriptor kept for it, or -1.
+
+    Bytes of its last value are still in it, so that it serves no other access domain than that value's.
+    """
 
     slot: int
     size: int
     fd: int = -1
+    domain: str | None = None
 
 
 @dataclasses.dataclass(slots=True)
@@ -55,13 +59,14 @@ class Catalog:
     bytes are the sum over the free slots.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, domain: Callable[[str], str | None] = lambda _key: None) -> None:
+        self.domain = domain  # the access domain of a key
         self.index = Index()
         self.lru = Lru()
         self.ledger = Ledger(capacity)
         self.retired: set[Entry] = set()
         self.pinned = 0
-        self._free: dict[int, list[FreeSlot]] = {}
+        self._free: dict[tuple[int, str | None], list[FreeSlot]] = {}
 
     # -- lookup and pins
 
@@ -108,10 +113,11 @@ class Catalog:
         """Bytes that a put can have if everything evictable is evicted."""
         return self.room + self.ledger.committed - self.pinned
 
-    def promise(self, charges: Sequence[int], files: bool = True) -> Plan:
+    def promise(self, charges: Sequence[int], names: Sequence[str] = (), files: bool = True) -> Plan:
         """Reserve bytes for each charge, in order, as far as they can be had; the rest is `refused`.
 
-        Without `files` it makes room alone: nothing is reused, recycled or created.
+        A slot is written again for a name of its own access domain alone. Without `files` it makes room alone:
+        nothing is reused, recycled or created.
         """
         plan = Plan()
         ledger = self.ledger
@@ -121,7 +127,8 @@ class Catalog:
             if free < charged and charged > self.obtainable:
                 plan.refused.append(i)
                 continue
-            if files and (slot := self._pop_free(charged)):
+            domain = self.domain(names[i]) if names else None
+            if files and (slot := self._pop_free(charged, domain)):
                 plan.reuse[i] = slot
                 ledger.free_slots -= charged
             else:
@@ -129,7 +136,7 @@ class Catalog:
                     plan.drop.append(other)
                     free += other.size
                 if free < charged:
-                    free += self._evict_for(charged - free, charged, i, plan, victims, files)
+                    free += self._evict_for(charged - free, charged, i, plan, victims, domain, files)
                 if files and i not in plan.recycle:
                     plan.create.append(i)
                 free -= charged
@@ -156,7 +163,14 @@ class Catalog:
         return plan
 
     def _evict_for(
-        self, missing: int, charged: int, i: int, plan: Plan, victims: Iterator[Entry], files: bool
+        self,
+        missing: int,
+        charged: int,
+        i: int,
+        plan: Plan,
+        victims: Iterator[Entry],
+        domain: str | None,
+        files: bool,
     ) -> int:
         """Evict until `missing` bytes are free, and return how many are.
 
@@ -169,7 +183,7 @@ class Catalog:
             size = charge(victim.size)
             self.ledger.committed -= size
             freed += size
-            if files and size == charged:
+            if files and size == charged and self.domain(victim.key) == domain:
                 plan.recycle[i] = victim
                 break
             plan.unlink.append(victim)
@@ -183,27 +197,27 @@ class Catalog:
 
     # -- free slots
 
-    def _pop_free(self, size: int) -> FreeSlot | None:
-        stack = self._free.get(size)
+    def _pop_free(self, size: int, domain: str | None) -> FreeSlot | None:
+        stack = self._free.get((size, domain))
         if not stack:
             return None
         slot = stack.pop()
         if not stack:
-            del self._free[size]
+            del self._free[size, domain]
         return slot
 
     def drop_free(self) -> FreeSlot | None:
         """Give up a free slot of any size: its bytes are free, the caller removes the file."""
-        size = next(iter(self._free), None)
-        if size is None:
+        kind = next(iter(self._free), None)
+        if kind is None:
             return None
-        self.ledger.free_slots -= size
-        return self._pop_free(size)
+        self.ledger.free_slots -= kind[0]
+        return self._pop_free(*kind)
 
     def add_free(self, slot: FreeSlot) -> None:
         """Keep a slot; its bytes were not counted until now."""
         self.ledger.free_slots += slot.size
-        self._free.setdefault(slot.size, []).append(slot)
+        self._free.setdefault((slot.size, slot.domain), []).append(slot)
 
     def free_slots(self) -> Iterator[FreeSlot]:
         """Yield every free slot."""
@@ -259,6 +273,7 @@ class Catalog:
         self.retired.remove(entry)
         self.ledger.retired -= charge(entry.size)
         if kept:
+            kept.domain = self.domain(entry.key)
             self.add_free(kept)
 
     def retire_staged(self, entries: Iterable[Entry]) -> None:

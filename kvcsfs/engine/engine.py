@@ -13,19 +13,22 @@ import logging
 import resource
 import secrets
 import time
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, NoReturn
+from typing import Any, TypeVar, TypeVarTuple
 
 import trio
 
 from kvcsfs import __version__
-from kvcsfs.config import Config
+from kvcsfs.config import Config, MountpointConfig
 from kvcsfs.engine import keys
+from kvcsfs.engine.access import Access
 from kvcsfs.engine.entry import Entry
 from kvcsfs.engine.session import Lease, Session, Staged
 from kvcsfs.engine.volume import RETRY_SECONDS, Volume, Watcher
 from kvcsfs.errors import (
+    BackingError,
+    ConfigError,
     ExistsError,
     InvalidKeyError,
     InvalidValueError,
@@ -36,10 +39,16 @@ from kvcsfs.errors import (
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
 MAX_VALUE_BYTES = 4 << 30
 CHECKPOINT_SECONDS = 60.0
 MAX_TTL_SECONDS = 3600.0
 EXPIRY_SECONDS = 1.0
+RELOADED = frozenset(
+    {"access", "mountpoints"}
+)  # what `reload` takes; of mountpoints, capacity and watermarks
 VERIFY_ENTRIES = 256  # of one step of a verification
 
 
@@ -76,11 +85,12 @@ class Engine:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.watchers: list[Watcher] = []
+        self.access = Access(config.access)
         limit = max(64, raise_descriptor_limit() // 2 // len(config.mountpoints))
         self.volumes: list[Volume] = []
         try:
             for i, mountpoint in enumerate(config.mountpoints):
-                self.volumes.append(Volume(i, mountpoint, limit, self._changed))
+                self.volumes.append(Volume(i, mountpoint, limit, self._changed, self.access))
         except BaseException:
             for volume in self.volumes:
                 volume.store.close()
@@ -98,26 +108,59 @@ class Engine:
     async def running(self) -> AsyncIterator[None]:
         """Recover in the background and serve; at the end write the snapshots. Sessions must be closed before."""
         gc.disable()  # it would look at all the entries again and again while they are made
+        async with trio.open_nursery() as lanes:
+            for volume in self.volumes:
+                await lanes.start(volume.lane.serve)
+            try:
+                async with trio.open_nursery() as nursery:
+                    for volume in self.volumes:
+                        nursery.start_soon(self._recover, volume)
+                        nursery.start_soon(volume.keep_room)
+                        nursery.start_soon(volume.reclaim_loose)
+                        nursery.start_soon(volume.scrub.run)
+                        nursery.start_soon(volume.look_after)
+                        nursery.start_soon(self._checkpoints, volume)
+                    nursery.start_soon(self._expire)
+                    try:
+                        yield
+                    finally:
+                        nursery.cancel_scope.cancel()
+            finally:
+                gc.enable()
+                with trio.CancelScope(shield=True):
+                    await self._close()
+
+    async def _close(self) -> None:
         try:
-            async with trio.open_nursery() as nursery:
-                for volume in self.volumes:
-                    nursery.start_soon(self._recover, volume)
-                    nursery.start_soon(volume.keep_room)
-                    nursery.start_soon(volume.reclaim_loose)
-                    nursery.start_soon(volume.scrub.run)
-                    nursery.start_soon(volume.look_after)
-                nursery.start_soon(self._expire)
-                nursery.start_soon(self._checkpoints)
-                try:
-                    yield
-                finally:
-                    nursery.cancel_scope.cancel()
-        finally:
-            gc.enable()
             for session in list(self._sessions):
                 await self.close_session(session)
+            async with trio.open_nursery() as closing:
+                for volume in self.volumes:
+                    closing.start_soon(volume.close)
+        finally:
             for volume in self.volumes:
-                await volume.close()
+                volume.lane.stop()
+
+    def reload(self, config: Config) -> None:
+        """Take the capacities, watermarks and access rules of another configuration.
+
+        Raises ConfigError, which names what needs a restart; then nothing has changed.
+        """
+        settings = [f.name for f in dataclasses.fields(Config) if f.name not in RELOADED]
+        changed = [
+            f"store.{name}" for name in settings if getattr(config, name) != getattr(self.config, name)
+        ]
+        if list(map(_fixed, config.mountpoints)) != list(map(_fixed, self.config.mountpoints)):
+            changed.append("[[mountpoints]] but for capacity and watermarks")
+        if changed:
+            raise ConfigError(f"{changed[0]} can't change without a restart; nothing was reloaded")
+        if config.access != self.config.access:
+            self.access.load(config.access)
+            for volume in self.volumes:
+                volume.access_changed()
+        self.config = config
+        for volume, mountpoint in zip(self.volumes, config.mountpoints, strict=True):
+            volume.resize(mountpoint)
 
     async def _recover(self, volume: Volume) -> None:
         while volume.recovering:
@@ -138,14 +181,13 @@ class Engine:
         while any(volume.recovering for volume in self.volumes):
             await trio.sleep(0.01)
 
-    async def _checkpoints(self) -> None:
+    async def _checkpoints(self, volume: Volume) -> None:
         while True:
             await trio.sleep(CHECKPOINT_SECONDS)
-            for volume in self.volumes:
-                try:
-                    await volume.checkpoint()
-                except OSError as exc:
-                    log.warning("%s: no checkpoint: %s", volume.config.path, exc.strerror)
+            try:
+                await volume.checkpoint()
+            except OSError as exc:
+                log.warning("%s: no checkpoint: %s", volume.config.path, exc.strerror)
             gc.freeze()  # what was added meanwhile
 
     async def _expire(self) -> None:
@@ -194,6 +236,8 @@ class Engine:
         if volume.settling:
             await volume.settled(names)
         found = volume.lookup(names, temporaries)
+        if any(found):
+            volume.lane.check()
         if renew:
             volume.catalog.touch([e for e in found if e is not None], time.time())
         return found
@@ -269,9 +313,14 @@ class Engine:
         if refused:
             names = [name for i, name in enumerate(names) if i not in refused]
             sizes = [size for i, size in enumerate(sizes) if i not in refused]
-        results = await volume.reserve(session, names, sizes)
+
+        async def undo(reserved: list[Staged | KvcsError]) -> None:
+            await volume.give_up(session, [s for s in reserved if isinstance(s, Staged)])
+
+        results = await volume.lane.step(volume.reserve, session, names, sizes, undo=undo)
         if session.closed:  # the connection went meanwhile
-            await self._give_up(volume, [s for s in results if isinstance(s, Staged)])
+            await volume.lane.finish(undo, results)
+            raise ReservationError("the session is closed")
         expires = trio.current_time() + (min(ttl_seconds, MAX_TTL_SECONDS) or MAX_TTL_SECONDS)
         for outcome in results:
             if isinstance(outcome, Staged):
@@ -280,13 +329,6 @@ class Engine:
         for i, refusal in refused.items():
             results.insert(i, refusal)
         return results
-
-    async def _give_up(self, volume: Volume, staged: Sequence[Staged]) -> NoReturn:
-        """Undo reservations that nobody will hold. Raises ReservationError."""
-        for s in staged:
-            await volume.close_file(s)
-        await volume.abort(staged)
-        raise ReservationError("the session is closed")
 
     def _refusal(self, volume: Volume, name: str, size: int, if_exists: str) -> KvcsError | None:
         """Why a key can't be put, if so."""
@@ -321,10 +363,23 @@ class Engine:
                 staged.entry.checksum = checksum
                 by_volume.setdefault(staged.volume, []).append((i, staged))
         for volume, parts in by_volume.items():
-            outcomes = await volume.commit([s for _, s in parts], if_exists)
+            outcomes = await self._commit(volume, [s for _, s in parts], if_exists)
             for (i, _), outcome in zip(parts, outcomes, strict=True):
                 results[i] = outcome
         return results
+
+    async def _commit(
+        self, volume: Volume, staged: Sequence[Staged], if_exists: str
+    ) -> Sequence[KvcsError | None]:
+        try:
+            volume.lane.check()
+        except BackingError as exc:
+            await volume.lane.finish(volume.abort, staged)
+            return [exc] * len(staged)
+        try:
+            return await volume.lane.step(volume.commit, staged, if_exists)
+        except BackingError as exc:  # it may still complete, as after a deadline
+            return [exc] * len(staged)
 
     async def abort_many(self, session: Session, tokens: Sequence[int]) -> None:
         """Give reservations back; unknown ones are nothing."""
@@ -333,7 +388,7 @@ class Engine:
             if staged := session.pop(token):
                 by_volume.setdefault(staged.volume, []).append(staged)
         for volume, parts in by_volume.items():
-            await volume.abort(parts)
+            await volume.lane.finish(volume.abort, parts)
 
     async def delete_many(
         self, index: int, names: Sequence[str], temporaries: bool = False
@@ -342,11 +397,12 @@ class Engine:
         volume = self.volume(index)
         if volume.settling:
             await volume.settled(names)
-        return await volume.delete(names, temporaries)
+        return await volume.lane.step(volume.delete, names, temporaries)
 
     async def rename(self, index: int, old: str, new: str) -> None:
         """Move a value to another key, replacing what that held. Raises NotFoundError, BackingError."""
-        await self.volume(index).rename(old, new)
+        volume = self.volume(index)
+        await volume.lane.step(volume.rename, old, new)
 
     # -- values of unknown size, written by the daemon itself
 
@@ -357,15 +413,19 @@ class Engine:
         """
         keys.check(name)
         volume = self.volume(index)
-        staged = await volume.stage_file(name)
+        staged = await volume.lane.step(volume.stage_file, name, undo=volume.drop_file)
         if session.closed:
-            await self._give_up(volume, [staged])
+            await volume.lane.finish(volume.drop_file, staged)
+            raise ReservationError("the session is closed")
         session.add(staged)
         session.reserved += staged.charged
         return staged
 
     async def grow(self, session: Session, staged: Staged, size: int) -> None:
         """Reserve for `size` bytes of a staged file. Raises CapacityError, and nothing has changed."""
+        await staged.volume.lane.step(self._grow, session, staged, size)
+
+    async def _grow(self, session: Session, staged: Staged, size: int) -> None:
         before = staged.charged
         await staged.volume.grow(staged, size)
         session.reserved += staged.charged - before
@@ -385,23 +445,37 @@ class Engine:
         nothing to an eviction. Raises what made it fail; then the file is gone, and the key as it was.
         """
         session.pop(staged.token)
+        lane = staged.volume.lane
+        try:
+            lane.check()
+        except BackingError:
+            await lane.finish(staged.volume.drop_file, staged)
+            raise
+
+        async def undo(opened: Opened) -> None:
+            self.release(session, opened.lease)
+
+        return await lane.step(self._publish, session, staged, name, size, checksum, hold, undo=undo)
+
+    async def _publish(
+        self, session: Session, staged: Staged, name: str, size: int, checksum: bytes | None, hold: bool
+    ) -> Opened:
         volume, entry = staged.volume, staged.entry
-        with trio.CancelScope(shield=True):
-            try:
-                await volume.finish_file(staged, size, checksum)
-            except KvcsError:
-                await volume.abort([staged])
-                raise
-            entry.rename(name)
-            volume.catalog.pin([entry])
-            (failed,) = await volume.commit([staged])
-            if failed or not hold:
-                volume.release([entry])
-            if failed:
-                raise failed
-            if not hold:
-                return Opened(0, [entry], {}, [])
-            fd = await volume.descriptor(session, entry)
+        try:
+            await volume.finish_file(staged, size, checksum)
+        except KvcsError:
+            await volume.abort([staged])
+            raise
+        entry.rename(name)
+        volume.catalog.pin([entry])
+        (failed,) = await volume.commit([staged])
+        if failed or not hold:
+            volume.release([entry])
+        if failed:
+            raise failed
+        if not hold:
+            return Opened(0, [entry], {}, [])
+        fd = await volume.descriptor(session, entry)
         lease = secrets.randbits(62) + 1
         session.leases[lease] = Lease(volume, [entry], renew=False)
         return Opened(lease, [entry], {}, [fd])
@@ -409,9 +483,22 @@ class Engine:
     async def abort_file(self, session: Session, staged: Staged) -> None:
         """Give a staged file up, and close its descriptor."""
         session.pop(staged.token)
-        with trio.CancelScope(shield=True):
-            await staged.volume.close_file(staged)
-            await staged.volume.abort([staged])
+        await staged.volume.lane.finish(staged.volume.drop_file, staged)
+
+    # -- file work of the faces
+
+    async def work(self, index: int, job: Callable[[*Ts], T], *args: *Ts) -> T:
+        """Run a face's own file work in a thread of a mountpoint.
+
+        Raises BackingError when the file system hangs; what the work returns or raises then is dropped.
+        """
+        lane = self.volume(index).lane
+        return await lane.step(lane.run, job, *args)
+
+    async def close_fds(self, index: int, fds: Sequence[int]) -> None:
+        """Close descriptors that came from a batch of a mountpoint."""
+        volume = self.volume(index)
+        await volume.lane.finish(volume.close_fds, fds)
 
     # -- looking and tending
 
@@ -452,7 +539,8 @@ class Engine:
 
     async def evict(self, index: int, prefix: str, target: int) -> tuple[int, int]:
         """Evict below a prefix; returns entries and charged bytes."""
-        return await self.volume(index).evict(prefix, target)
+        volume = self.volume(index)
+        return await volume.lane.step(volume.evict, prefix, target)
 
     async def remove_prefix(self, index: int, prefix: str) -> tuple[int, int]:
         """Delete every key with a prefix; returns entries and charged bytes."""
@@ -460,12 +548,13 @@ class Engine:
         while page := await self.page(index, prefix, "", 256):
             charged += sum(e.charged for e in page)
             count += len(page)
-            await self.volume(index).delete([e.key for e in page], True)
+            await self.delete_many(index, [e.key for e in page], True)
         return count, charged
 
     async def verify_many(self, index: int, names: Sequence[str]) -> list[int]:
         """Read values and drop what is wrong; sizes, 0 for absent or dropped."""
-        return await self.volume(index).verify(names)
+        volume = self.volume(index)
+        return await volume.lane.step(volume.verify, names)
 
     async def verify_after(self, index: int, after: str, limit_bytes: int) -> Verified:
         """Read the values of the keys that follow `after`, about `limit_bytes` of them, and drop what is wrong."""
@@ -478,7 +567,7 @@ class Engine:
             size += entry.size
             if size >= limit_bytes:
                 break
-        dropped = await volume.verify_entries(batch, unreadable_too=True)
+        dropped = await volume.lane.step(volume.verify_entries, batch, True)
         last = batch[-1].key if batch else ""
         more = len(batch) < len(page) or len(page) == VERIFY_ENTRIES
         return Verified(len(batch), size, [e.key for e in dropped], last, more)
@@ -499,6 +588,11 @@ class Engine:
         """Assert every invariant."""
         for volume in self.volumes:
             volume.check()
+
+
+def _fixed(mountpoint: MountpointConfig) -> MountpointConfig:
+    """A mountpoint without what can change while it is served."""
+    return dataclasses.replace(mountpoint, capacity=0, low_watermark=0.0, high_watermark=0.0)
 
 
 def raise_descriptor_limit() -> int:

@@ -107,7 +107,7 @@ class SnapshotWriter:
 
 
 def _blocks(path: Path) -> Iterator[bytes]:
-    with open(path, "rb") as file:
+    with open(path, "rb", opener=_private) as file:
         while head := file.read(12):
             block = file.read(int.from_bytes(head[:4], "little"))
             if xxhash.xxh3_64_digest(block) != head[4:]:

@@ -31,7 +31,8 @@ VERSION = 1
 READ_CHUNK = 1 << 20
 ALLOCATION_SLACK = 1 << 20  # extent blocks that a file system counts to a file, never ours to limit
 _MEMORY = frozenset({"tmpfs", "ramfs"})
-_LOCAL = _MEMORY | {"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "bcachefs", "zfs"}
+# Where no server is asked: FUSE and NFS flush at every close.
+_LOCAL = _MEMORY | {"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "bcachefs", "zfs", "overlay"}
 _AT_FDCWD = -100
 _STATX_DIOALIGN = 0x2000
 _KEEP_SIZE = 1  # FALLOC_FL_KEEP_SIZE, fallocate(2)
@@ -63,8 +64,8 @@ class SlotStore:
         self.durable = durable
         self._lock = self._claim()
         try:
-            for i in range(FOLDERS):
-                os.makedirs(path / "slots" / f"{i:02x}", mode=0o700, exist_ok=True)
+            for name in ("slots", "epoch", *(f"slots/{i:02x}" for i in range(FOLDERS))):
+                _own_directory(path / name)
             sync_directory(path / "slots")
             sync_directory(path)
             self._slots = os.open(path / "slots", os.O_RDONLY | os.O_DIRECTORY | _FLAGS)
@@ -74,6 +75,9 @@ class SlotStore:
         except OSError as exc:
             os.close(self._lock)
             raise ConfigError(f"{path}: can't be used as a data directory: {exc.strerror}") from exc
+        except ConfigError:
+            os.close(self._lock)
+            raise
         if direct and not self.align:
             os.close(self._lock)
             raise ConfigError(f'{path}: the file system has no direct I/O, expected io = "buffered"')
@@ -126,7 +130,6 @@ class SlotStore:
     def _begin_epoch(self) -> tuple[int, str, int]:
         """Return the last epoch, the boot it ran in, and the new one. Its file is made O_EXCL and synced."""
         folder = self.path / "epoch"
-        folder.mkdir(mode=0o700, exist_ok=True)
         known = sorted(int(name) for name in os.listdir(folder) if name.isdigit())
         previous = known[-1] if known else 0
         boot = (folder / str(previous)).read_text(errors="replace").strip() if known else ""
@@ -153,6 +156,14 @@ class SlotStore:
                 if left.split()[2] == wanted:
                     return right.split()[0]
         return ""
+
+    def probe(self) -> None:
+        """Ask the file system for something small that it can't answer from a cache; an error is an answer."""
+        try:
+            os.close(os.open("probe", os.O_WRONLY | os.O_CREAT | _FLAGS, 0o600, dir_fd=self._slots))
+            os.unlink("probe", dir_fd=self._slots)
+        except OSError:
+            pass
 
     def resume_after(self, generation: int) -> None:
         """Give no number up to `generation`: the directory `epoch` may be older than the slots, or have been lost."""
@@ -311,6 +322,13 @@ class SlotStore:
             return digest(fd, entry.size) == entry.checksum
         finally:
             os.close(fd)
+
+
+def _own_directory(path: Path) -> None:
+    """Make a directory that is private to us. Raises ConfigError for a symbolic link, which is never followed."""
+    path.mkdir(mode=0o700, exist_ok=True)
+    if path.is_symlink():
+        raise ConfigError(f"{path}: a symbolic link, expected a directory")
 
 
 def direct_alignment(path: Path) -> int:

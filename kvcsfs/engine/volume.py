@@ -17,11 +17,12 @@ import trio
 
 from kvcsfs.config import MountpointConfig
 from kvcsfs.engine import jobs, recovery
+from kvcsfs.engine.access import Access
 from kvcsfs.engine.catalog import FREE_SLOTS_SHARE, Catalog, FreeSlot, Plan
 from kvcsfs.engine.descriptors import Descriptors
 from kvcsfs.engine.entry import BLOCK, TEMPORARY, UNPROVEN, Entry, charge, flags_of
 from kvcsfs.engine.faults import point
-from kvcsfs.engine.files import Files
+from kvcsfs.engine.lane import Lane
 from kvcsfs.engine.scrub import Scrub
 from kvcsfs.engine.session import Session, Staged
 from kvcsfs.engine.store import SlotStore, now
@@ -44,12 +45,15 @@ class Volume:
     `watch` is called with (index, keys) for keys whose value came, went or changed.
     """
 
-    def __init__(self, index: int, config: MountpointConfig, descriptor_limit: int, watch: Watcher) -> None:
+    def __init__(
+        self, index: int, config: MountpointConfig, descriptor_limit: int, watch: Watcher, access: Access
+    ) -> None:
         self.index = index
+        self.access = access
         self.config = config
         self.store = SlotStore(config.path, config.io == "direct", config.durability == "fsync")
-        self._files = Files(self.store)
-        self.catalog = Catalog(config.capacity)
+        self.lane = Lane(self.store)
+        self.catalog = Catalog(config.capacity, access.domain)
         self.descriptors = Descriptors(descriptor_limit)
         self.recovering = True
         self.detached = False  # its directory is unmounted or replaced: gets miss, puts fail
@@ -78,6 +82,7 @@ class Volume:
         self._reclaiming: set[Entry] = set()
         self._hold_limit = min(HELD_SLOTS, descriptor_limit // 4)
         self._keeping = 0  # bytes on the way to be free slots
+        self._regrouped = False  # free slots are from other access domains
         self._low = trio.Event()
         self._loose = trio.Event()
 
@@ -130,25 +135,32 @@ class Volume:
         `verify` what is unproven is read first, for a caller that serves the bytes as they are.
         """
         if verify and (doubtful := [e for e in self.lookup(names, temporaries) if e and not e.proven]):
-            await self.verify_entries(list(dict.fromkeys(doubtful)))
+            await self.lane.step(self.verify_entries, list(dict.fromkeys(doubtful)))
         found = self.lookup(names, temporaries)
         hits = [e for e in found if e is not None]
+        if hits:
+            self.lane.check()
+        missed = found.count(None)
+        self.counters["misses"] += missed
+        self.counters["hits"] += len(hits)
         self.catalog.pin(hits)
         table = self.descriptors.of(session.user)
         cold = list(dict.fromkeys(e for e in hits if e not in table))  # a key may come twice in a batch
-        errors = await self._open_cold(table, cold, found) if cold else {}
-        missed = found.count(None)
-        self.counters["misses"] += missed
-        self.counters["hits"] += len(found) - missed
-        return found, errors
+        if not cold:
+            return found, {}
+        return await self.lane.step(self._open_cold, table, cold, found, undo=self._unopen)
+
+    async def _unopen(self, opened: tuple[list[Entry | None], dict[int, KvcsError]]) -> None:
+        self.release([e for e in opened[0] if e is not None])
 
     async def _open_cold(
         self, table: dict[Entry, int], cold: Sequence[Entry], found: list[Entry | None]
-    ) -> dict[int, KvcsError]:
+    ) -> tuple[list[Entry | None], dict[int, KvcsError]]:
         """Open descriptors. An entry whose file is gone leaves and is a miss; other failures are returned."""
-        opened = dict(zip(cold, await self._files.brief(jobs.open_many, cold), strict=True))
+        opened = dict(zip(cold, await self.lane.brief(jobs.open_many, cold), strict=True))
         errors: dict[int, KvcsError] = {}
         lost: list[Entry] = []
+        spare: list[int] = []
         for i, entry in enumerate(found):
             outcome = opened.get(entry) if entry is not None else None
             if entry is None or outcome is None:
@@ -156,7 +168,7 @@ class Volume:
             if isinstance(outcome, int):
                 opened.pop(entry)
                 if table.setdefault(entry, outcome) != outcome:  # another request was faster
-                    jobs.close_all([outcome])
+                    spare.append(outcome)
                 continue
             found[i] = None
             lost.append(entry)
@@ -167,15 +179,14 @@ class Volume:
                 self.catalog.remove(entry)
                 self._watch(self.index, [entry.key])
         self.release(lost)
-        await self._close(self.descriptors.surplus())
-        return errors
+        await self.close_fds([*spare, *self.descriptors.surplus()])
+        return found, errors
 
     async def descriptor(self, session: Session, entry: Entry) -> int:
         """The session's descriptor of a pinned entry. Raises BackingError, and the pin is gone."""
         table = self.descriptors.of(session.user)
         if entry not in table:
-            found: list[Entry | None] = [entry]
-            errors = await self._open_cold(table, [entry], found)
+            found, errors = await self._open_cold(table, [entry], [entry])
             if found[0] is None:
                 raise errors.get(0) or BackingError("opening an object file: it is gone")
         return table[entry]
@@ -196,7 +207,7 @@ class Volume:
         charges = every[: session.admit(every, self.catalog.ledger.capacity)]
         if len(self._sizes) > KNOWN_SIZES:
             self._sizes.clear()
-        plan = self.catalog.promise(charges)
+        plan = self.catalog.promise(charges, names)
         point("reserve.promised")
         if missing := await self._make_room(plan):  # one file that can't be removed must not fail a put
             await self._make_room(self.catalog.shed(missing))
@@ -240,9 +251,9 @@ class Volume:
         steps = [plan.recycle.get(i) or plan.reuse.get(i) for i in granted]
         wanted = [charges[i] for i in granted]
         if plan.create:  # a new file is no brief matter
-            staged = await self._files.run(jobs.stage_many, self.store, steps, wanted)
+            staged = await self.lane.run(jobs.stage_many, self.store, steps, wanted)
         else:
-            staged = await self._files.brief(jobs.stage_many, steps, wanted)
+            staged = await self.lane.brief(jobs.stage_many, steps, wanted)
         if len(granted) == len(charges):
             return staged
         outcomes.update(zip(granted, staged, strict=True))
@@ -259,7 +270,7 @@ class Volume:
         if self.catalog.ledger.free < 0:
             return staged
         wanted = [charges[i] for i in failed]
-        made = await self._files.run(jobs.stage_many, self.store, [None] * len(failed), wanted)
+        made = await self.lane.run(jobs.stage_many, self.store, [None] * len(failed), wanted)
         again = dict(zip(failed, made, strict=True))
         return [again.get(i, outcome) for i, outcome in enumerate(staged)]
 
@@ -268,16 +279,17 @@ class Volume:
         stuck: list[Entry] = []
         victims = plan.victims
         self._evicted(victims)
-        await self._close(self.descriptors.take(victims))
+        await self.close_fds(self.descriptors.take(victims))
         if plan.unlink or plan.drop:
-            stuck = await self._files.run(jobs.make_room, self.store, plan)
+            stuck = await self.lane.run(jobs.make_room, self.store, plan)
             self._keep_stuck(stuck)
         self._wake_evictor()
         return sum(victim.charged for victim in stuck)
 
-    async def _close(self, fds: Sequence[int]) -> None:
+    async def close_fds(self, fds: Sequence[int]) -> None:
+        """Close descriptors of object files."""
         if fds:
-            await self._files.brief(jobs.close_many, fds)
+            await self.lane.brief(jobs.close_many, fds)
 
     def _no_room(self, size: int) -> CapacityError:
         can = max(self.catalog.obtainable, 0)
@@ -328,7 +340,7 @@ class Volume:
         entries = [staged[i].entry for i in positions]
         held = [old for old in olds if old is not None]
         self.catalog.pin(held)
-        sealed = await self._files.brief(jobs.seal_many, entries, olds)
+        sealed = await self.lane.brief(jobs.seal_many, entries, olds)
         committed: list[Entry] = []
         for i, entry, outcome in zip(positions, entries, sealed, strict=True):
             if outcome is not None:
@@ -344,6 +356,12 @@ class Volume:
         self._watch(self.index, [e.key for e in committed])
         self.catalog.retire_staged(dropped)
         await self.reclaim([*dropped, *self.catalog.unpin(held)])
+
+    async def give_up(self, session: Session, staged: Sequence[Staged]) -> None:
+        """Undo reservations that nobody waited for, or whose session has ended."""
+        await self.close_fds([s.fd for s in staged])
+        session.reserved -= sum(s.charged for s in staged)
+        await self.abort(staged)
 
     async def abort(self, staged: Iterable[Staged]) -> None:
         """Give reservations and their files back."""
@@ -382,7 +400,7 @@ class Volume:
         failed: dict[Entry, OSError] = {}
         if held:
             self.catalog.pin(held)
-            outcomes = await self._files.brief(jobs.void_many, held)
+            outcomes = await self.lane.brief(jobs.void_many, held)
             failed = {e: exc for e, exc in zip(held, outcomes, strict=True) if exc}
             self.counters["io_errors"] += len(failed)
             self.catalog.unpin(held)
@@ -402,7 +420,7 @@ class Volume:
             held = [entry] if target is None else [entry, target]
             self.catalog.pin(held)
             staged = Entry(new, entry.slot, entry.size, entry.checksum, self.store.number(), entry.created)
-            failed = await self._files.run(jobs.rename, self.store, staged, target)
+            failed = await self.lane.run(jobs.rename, self.store, staged, target)
             if failed is None and not entry.live:  # found to be gone or wrong meanwhile
                 failed = NotFoundError(f"{old!r} has no value")
             if failed is None:
@@ -422,7 +440,7 @@ class Volume:
         self._check_ready()
         await self._reserve_bytes(charge(0))
         try:
-            slot, fd = await self._files.run(jobs.create_file, self.store)
+            slot, fd = await self.lane.run(jobs.create_file, self.store)
         except KvcsError:
             self.catalog.unreserve(charge(0))
             raise
@@ -452,10 +470,10 @@ class Volume:
 
     async def _grow_file(self, fd: int, size: int, extra: int) -> KvcsError | None:
         """Take a file's blocks; if the file system has no room evict as much, and try once more."""
-        failed = await self._files.run(jobs.grow_file, fd, size)
+        failed = await self.lane.run(jobs.grow_file, fd, size)
         if isinstance(failed, CapacityError):
             await self._make_room(self.catalog.shed(extra))
-            failed = await self._files.run(jobs.grow_file, fd, size)
+            failed = await self.lane.run(jobs.grow_file, fd, size)
         return failed
 
     async def _reserve_bytes(self, size: int) -> None:
@@ -472,14 +490,15 @@ class Volume:
 
     async def finish_file(self, staged: Staged, size: int, checksum: bytes | None) -> None:
         """Cut a grown file to its size, give the rest of its reservation back, and set its checksum; closes `fd`."""
-        staged.entry.checksum = await self._files.run(jobs.finish_file, staged.fd, size, checksum)
+        staged.entry.checksum = await self.lane.run(jobs.finish_file, staged.fd, size, checksum)
         self.catalog.unreserve(staged.charged - charge(size))
         staged.entry.size = size
         staged.charged = charge(size)
 
-    async def close_file(self, staged: Staged) -> None:
-        """Close the descriptor of a grown file that will be aborted."""
-        await self._files.run(jobs.close_all, [staged.fd])
+    async def drop_file(self, staged: Staged) -> None:
+        """Close and abort a grown file."""
+        await self.lane.run(jobs.close_all, [staged.fd])
+        await self.abort([staged])
 
     # -- eviction and reclaim
 
@@ -509,12 +528,12 @@ class Volume:
         self._keeping += total - before
         stuck: dict[Entry, OSError] = {}
         try:
-            await self._close(self.descriptors.take(entries))
+            await self.close_fds(self.descriptors.take(entries))
             if kept:
                 holds = self._holds(len(kept))
-                stuck |= self._book(kept, await self._files.brief(jobs.recycle_many, kept, holds))
+                stuck |= self._book(kept, await self.lane.brief(jobs.recycle_many, kept, holds))
             if others:
-                stuck |= self._book(others, await self._files.run(jobs.unlink_many, self.store, others))
+                stuck |= self._book(others, await self.lane.run(jobs.unlink_many, self.store, others))
         finally:
             self._reclaiming.difference_update(entries)
             self._keeping -= total - before
@@ -563,17 +582,42 @@ class Volume:
         if self.catalog.room < ledger.capacity * self.config.low_watermark:
             self._low.set()
 
+    def resize(self, config: MountpointConfig) -> None:
+        """Take another capacity and other watermarks. What doesn't fit any more is evicted in the background."""
+        self.config = config
+        self.catalog.ledger.capacity = config.capacity
+        self._low.set()
+
+    def access_changed(self) -> None:
+        """The access domains are others now."""
+        self._regrouped = True
+        self._low.set()
+
     async def keep_room(self) -> None:
         """Background: when less than the low watermark is free, evict up to the high one."""
         while True:
             await self._low.wait()
             self._low = trio.Event()
-            goal = self.catalog.ledger.capacity * self.config.high_watermark
-            while batch := self._oldest(goal - self.catalog.room):
-                before = self.catalog.room
-                await self._evict(batch)
-                if self.catalog.room <= before:  # files can't be removed: going on would empty the store
-                    break
+            if self._regrouped:
+                self._regrouped = False
+                await self.drop_free()
+            if not self.recovering:
+                await self._clear(self.catalog.ledger.capacity * self.config.high_watermark)
+
+    async def _clear(self, goal: float) -> None:
+        """Evict until `goal` bytes can be had without an eviction; then bring the files within the capacity."""
+        while batch := self._oldest(goal - self.catalog.room):
+            before = self.catalog.room
+            await self._evict(batch)
+            if self.catalog.room <= before:  # files can't be removed: going on would empty the store
+                break
+        while self.catalog.ledger.free < 0 and (free := self.catalog.drop_free()):
+            await self.lane.run(jobs.drop, self.store, free)
+
+    async def drop_free(self) -> None:
+        """Give up every free slot: of which access domain it is isn't known, as after a start, or has changed."""
+        while free := self.catalog.drop_free():
+            await self.lane.run(jobs.drop, self.store, free)
 
     def _oldest(self, missing: float) -> list[Entry]:
         """The next victims for `missing` bytes, a batch at most."""
@@ -600,7 +644,7 @@ class Volume:
             await trio.sleep(LOOK_SECONDS)
             writes = bool(self.trouble) or self.counters["io_errors"] != failures
             failures = self.counters["io_errors"]
-            there, failed = await self._files.run(jobs.examine, self.store, writes)
+            there, failed = await self.lane.run(jobs.examine, self.store, writes)
             self.detached = not there
             self.unwritable = not there or (failed is not None and failed.errno != errno.ENOSPC)
             trouble = "" if there else "the backing directory was unmounted or replaced"
@@ -627,9 +671,7 @@ class Volume:
         What can't be read is dropped with `unreadable_too` alone: it may be right, and the trouble may end.
         """
         self.catalog.pin(entries)
-        outcomes = dict(
-            zip(entries, await self._files.run(jobs.verify_many, self.store, entries), strict=True)
-        )
+        outcomes = dict(zip(entries, await self.lane.run(jobs.verify_many, self.store, entries), strict=True))
         wrong = [e for e in outcomes if outcomes[e] is False and e.live]
         unreadable = [e for e in outcomes if isinstance(outcomes[e], OSError) and e.live]
         for entry in entries:
@@ -657,7 +699,7 @@ class Volume:
         self.recovery = recovery.Watch()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._stop_recovery)
-            outcome = await self._files.run(self._recovered)
+            outcome = await self.lane.run(self._recovered)
             nursery.cancel_scope.cancel()
         if outcome is None:
             await trio.lowlevel.checkpoint()  # raises Cancelled, the only reason for it
@@ -666,13 +708,13 @@ class Volume:
             raise outcome
         found, catalog = outcome
         catalog.ledger.capacity = self.catalog.ledger.capacity
+        catalog.domain = self.access.domain
         self.catalog = catalog
         self.extras.update(found.extras)
         self.scrub.begin([e for e in found.entries if not e.proven])
-        while batch := self._oldest(-self.catalog.room):
-            await self._evict(batch)
-        while self.catalog.ledger.free < 0 and (free := self.catalog.drop_free()):
-            await self._files.run(jobs.drop, self.store, free)
+        await self._clear(0)
+        if self.access.restricted:
+            await self.drop_free()
         self.recovering = False
 
     def _recovered(self) -> tuple[recovery.Found, Catalog] | OSError | None:
@@ -696,28 +738,41 @@ class Volume:
         """Write the snapshot; `clean` says that it is exact and nothing follows it."""
         if self.recovering or self.detached:
             return
-        writer = await self._files.run(recovery.SnapshotWriter, self.store)
+        writer = await self.lane.run(recovery.SnapshotWriter, self.store)
         try:
             after = ""
             while rows := self.catalog.index.page("", after, recovery.SLICE):
                 after = rows[-1].key
-                await self._files.run(writer.add, recovery.rows(rows))
+                await self.lane.run(writer.add, recovery.rows(rows))
             free = list(self.catalog.free_slots()) if clean else []
-            await self._files.run(writer.finish, free, self.extras, clean)
+            await self.lane.run(writer.finish, free, self.extras, clean)
         except OSError:
-            await self._files.run(writer.abandon)
+            await self.lane.run(writer.abandon)
             raise
 
     async def close(self) -> None:
         """Write the last snapshot and give the directory up. Without one the next start reads the footers."""
+        try:
+            await self.lane.step(self._close)
+        except BackingError:  # its descriptors go with the process: closing them would wait, too
+            log.warning("%s: no snapshot: the backing file system doesn't answer", self.config.path)
+
+    async def _close(self) -> None:
         await self.reclaim([e for e in self.catalog.retired if not e.pins])
-        jobs.close_all(self.descriptors.clear())  # first, so that the snapshot finds one
-        jobs.close_all(s.fd for s in self.catalog.free_slots() if s.fd >= 0)
+        held = [s.fd for s in self.catalog.free_slots() if s.fd >= 0]
+        await self.close_fds([*self.descriptors.clear(), *held])  # first, so that the snapshot finds one
         try:
             await self.checkpoint(clean=not self.catalog.retired)
         except OSError as exc:
             log.warning("%s: no snapshot: %s", self.config.path, exc.strerror)
-        self.store.close()
+        await self.lane.run(self.store.close)
+
+    def _state(self) -> str:
+        if self.lane.hung:
+            return "hung"
+        if self.recovering:
+            return "recovering"
+        return "failing" if self.trouble else "ready"
 
     def status(self) -> dict[str, Any]:
         """Figures of this mountpoint."""
@@ -726,7 +781,7 @@ class Volume:
         return {
             "index": self.index,
             "path": str(self.config.path),
-            "state": "recovering" if self.recovering else "failing" if self.trouble else "ready",
+            "state": self._state(),
             "trouble": self.trouble,
             "capacity_bytes": ledger.capacity,
             "used_bytes": ledger.used,
@@ -738,6 +793,7 @@ class Volume:
             "entries": entries,
             "pinned_bytes": self.catalog.pinned,
             "descriptors": len(self.descriptors),
+            "hangs": self.lane.hangs,
             "recovered_entries": self.recovery.entries,
             "recovered_share": round(self.recovery.share, 3),
             "scrub_total_bytes": self.scrub.total_bytes,

@@ -24,7 +24,6 @@ from kvcsfs.fuse.writer import Writer
 
 log = logging.getLogger(__name__)
 
-THREADS = 16
 REQUEST_BYTES = 1 << 20  # FUSE asks for no more at once
 
 T = TypeVar("T")
@@ -39,20 +38,17 @@ class Contents:
         self._inodes = inodes
         self._namespace = namespace
         self._session = engine.session(user=-1, quota_share=0)
-        self._limiter = trio.CapacityLimiter(THREADS)
         self._buffer = bytearray(REQUEST_BYTES)
         self.commit_errors = 0
 
-    async def _thread(self, job: Callable[[*Ts], T], *args: *Ts) -> T:
-        """Run file work to its end in a thread. Raises CapacityError, BackingError."""
+    async def _thread(self, node: File, job: Callable[[*Ts], T], *args: *Ts) -> T:
+        """Run file work in a thread of a file's mountpoint. Raises CapacityError, BackingError."""
         try:
-            with trio.CancelScope(shield=True):
-                result = await trio.to_thread.run_sync(job, *args, limiter=self._limiter)
+            return await self._engine.work(node.index, job, *args)
         except OSError as exc:
             if exc.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise CapacityError(f"the backing file system is full: {exc.strerror}") from exc
             raise BackingError(f"a staged file: {exc.strerror}") from exc
-        return result
 
     # -- handles
 
@@ -122,7 +118,7 @@ class Contents:
         if node.writer is not None or node.lock.locked():
             async with node.lock:
                 if node.writer is not None:
-                    return await self._thread(node.writer.read, offset, size)
+                    return await self._thread(node, node.writer.read, offset, size)
         if node.entry is None:
             return b""
         size = min(size, node.entry.size - offset)
@@ -135,7 +131,7 @@ class Contents:
         except OSError as exc:
             if exc.errno not in (errno.EAGAIN, errno.EOPNOTSUPP):
                 raise BackingError(f"reading an object file: {exc.strerror}") from exc
-        data = await self._thread(os.pread, node.fd, size, offset)
+        data = await self._thread(node, os.pread, node.fd, size, offset)
         if len(data) < size:
             raise BackingError("an object file is shorter than its value")
         return data
@@ -152,7 +148,7 @@ class Contents:
             handle.flushed = False
             self._unsettle(node)
             writer = await self._grown(node, end)
-            await self._thread(writer.put, data, offset)
+            await self._thread(node, writer.put, data, offset)
         return len(data)
 
     async def truncate(self, node: File, size: int) -> None:
@@ -175,7 +171,7 @@ class Contents:
             self._begin(node, Writer())
         else:
             writer = await self._grown(node, size)
-            await self._thread(writer.cut, size)
+            await self._thread(node, writer.cut, size)
         if not node.writers:
             await self._commit(node)
 
@@ -190,7 +186,7 @@ class Contents:
                 copied = node.entry.size if node.writer is None and node.entry is not None else 0
                 await self._engine.grow(self._session, writer.staged, max(size, copied))
                 if copied:
-                    await self._thread(writer.copy, node.fd, copied)
+                    await self._thread(node, writer.copy, node.fd, copied)
         except BaseException:
             if node.writer is None and writer.staged is not None:
                 await self._engine.abort_file(self._session, writer.staged)

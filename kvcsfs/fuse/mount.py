@@ -30,6 +30,7 @@ ANSWER_SECONDS = 10.0
 STOP_SECONDS = 5.0
 READ_AHEAD_KIB = 4096  # measured: 476 -> 862 MB/s for a sequential read, against the kernel's 128
 MNT_DETACH = 2
+CAP_SYS_ADMIN = 21
 
 
 class Mount:
@@ -51,7 +52,7 @@ class Mount:
         """Mount, and return when the mount answers. Raises ConfigError; then nothing is mounted."""
         await trio.to_thread.run_sync(prepare, self._path, abandon_on_cancel=True)
         options = {f"fsname={NAME}", f"subtype={NAME}", "default_permissions"}
-        if os.geteuid() == 0:
+        if may_mount():
             options.add("allow_other")
         try:
             pyfuse3.init(Operations(self._tree, self._contents), str(self._path), options)
@@ -126,6 +127,14 @@ def prepare(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as exc:
         raise ConfigError(f"{path}: can't be a mount point: {exc.strerror}") from exc
+
+
+def may_mount() -> bool:
+    """Whether mount(2) is ours to call: root, or a user whom CAP_SYS_ADMIN was given. Source: capabilities(7)."""
+    effective = re.search(
+        r"^CapEff:\s*(\w+)$", Path("/proc/self/status").read_text(encoding="ascii"), re.MULTILINE
+    )
+    return effective is not None and bool(int(effective[1], 16) >> CAP_SYS_ADMIN & 1)
 
 
 def mounted(path: Path) -> str | None:

@@ -177,6 +177,16 @@ class KvcsLowLevelClient:
             for key, size in zip(keys, statuses, strict=True)
         ]
 
+    def ll_batch_match(
+        self, keys: Sequence[str], deadline_s: float | None = None, opts: LLBatchOptions | None = None
+    ) -> int:
+        """Count the keys that hold a value before the first that doesn't, as of a chain's blocks; one query.
+
+        Raises as `ll_batch_query`.
+        """
+        results = self.ll_batch_query(keys, deadline_s, opts)
+        return next((i for i, result in enumerate(results) if not result.exists), len(results))
+
     def ll_batch_get_items(
         self,
         items: Sequence[LLGetItemOpt],

@@ -13,7 +13,7 @@ from typing import Any
 from kvcsfs.errors import KvcsError
 from kvcsfs.sdk.buffers import check_source, size_of
 from kvcsfs.sdk.client import KvcsLowLevelClient
-from kvcsfs.sdk.results import Buffer, LLPutItem
+from kvcsfs.sdk.results import Buffer, LLBatchOptions, LLPutItem
 
 log = logging.getLogger("kvcs")
 
@@ -41,8 +41,9 @@ class WriteBackQueue:
         max_bytes: int = 1 << 30,
         max_items: int = 1024,
         deadline_s: float = 30.0,
+        opts: LLBatchOptions | None = None,
     ) -> None:
-        """`deadline_s`: of each put. Raises ValueError: a limit below 1."""
+        """`deadline_s`, `opts`: of each put. Raises ValueError: a limit below 1."""
         if max_bytes < 1 or max_items < 1:
             raise ValueError(f"max_bytes and max_items must be at least 1, not {max_bytes} and {max_items}")
         self._client, self._max_bytes, self._max_items, self._deadline_s = (
@@ -51,6 +52,7 @@ class WriteBackQueue:
             max_items,
             deadline_s,
         )
+        self._opts = opts
         self._changed = threading.Condition()
         self._queue: deque[_Entry] = deque()
         self._bytes = self._items = self._ok = self._dropped = 0
@@ -111,10 +113,15 @@ class WriteBackQueue:
     def _run(self) -> None:
         while batch := self._next_batch():
             try:
-                results = self._client.ll_batch_put([entry.item for entry in batch], self._deadline_s)
+                results = self._client.ll_batch_put(
+                    [entry.item for entry in batch], self._deadline_s, self._opts
+                )
                 statuses = [result.status for result in results]
             except KvcsError as exc:  # the client was closed
                 statuses = [-exc.errno] * len(batch)
+            except Exception:  # a bug; without this thread every owner would wait for `on_done` forever
+                log.exception("a batch of %d values was lost", len(batch))
+                statuses = [-errno.EIO] * len(batch)
             self._done(batch, statuses, count=True)
 
     def _next_batch(self) -> list[_Entry]:

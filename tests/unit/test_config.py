@@ -101,7 +101,7 @@ def _mountpoint(line: str) -> str:
     [
         ("", "", "no data directory; give --data DIR"),
         ("= nonsense", "", "not valid TOML"),
-        ("[sotre]", "'sotre'", r"expected [store] or [[mountpoints]]"),
+        ("[sotre]", "'sotre'", "expected [store], [[mountpoints]] or [[access]]"),
         ("store = 1", "store", "expected a table"),
         ("mountpoints = 1", "mountpoints", "expected [[mountpoints]] tables"),
         ("mountpoints = [1]", "mountpoints[0]", "expected a table"),

@@ -711,7 +711,7 @@ async def test_no_room_for_the_snapshot_loses_nothing(tmp_path, monkeypatch, exp
 
 async def test_a_failure_beside_the_engine_still_stops_it_cleanly(tmp_path):
     settings = config(tmp_path)
-    with pytest.RaisesGroup(RuntimeError):
+    with pytest.RaisesGroup(RuntimeError, flatten_subgroups=True):
         async with running(settings) as engine:
             contents = await fill(engine)
             raise RuntimeError

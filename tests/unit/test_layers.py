@@ -48,7 +48,7 @@ LAYERS = (
         for name in (
             "kvcsfs.engine.engine",
             "kvcsfs.engine.volume",
-            "kvcsfs.engine.files",
+            "kvcsfs.engine.lane",
             "kvcsfs.engine.scrub",
         )
     ),
@@ -76,12 +76,18 @@ LAYERS = (
             "kvcsfs.fsck",
             "kvcsfs.config",
             "kvcsfs.errors",
+            "kvcsfs.size",
             "kvcsfs.wire",
         ),
         ("msgspec", "socket"),
     ),
     Layer("kvcsfs.sdk", ("kvcsfs.sdk", "kvcsfs.wire", "kvcsfs.errors"), BASE),
-    Layer("kvcsfs.connectors", ("kvcsfs.connectors", "kvcsfs.sdk", "kvcsfs.errors", "kvcs")),
+    # Control and wire for the one thing that the SDK has no call for: deleting all that is below a prefix.
+    Layer(
+        "kvcsfs.connectors",
+        ("kvcsfs.connectors", "kvcsfs.sdk", "kvcsfs.control", "kvcsfs.wire", "kvcsfs.errors", "kvcs"),
+    ),
+    Layer("kvcsfs.size", ()),
     Layer(
         "kvcsfs.bench",
         ("kvcsfs.bench", "kvcsfs.progress", "kvcsfs.sdk", "kvcsfs.config", "kvcsfs.errors", "kvcs"),

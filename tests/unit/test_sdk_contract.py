@@ -80,6 +80,13 @@ def test_an_empty_batch_is_an_empty_list_without_a_daemon(tmp_path):
         assert client.ll_batch_delete([]) == []
 
 
+def test_a_match_ends_at_the_first_key_that_is_absent(client):
+    put(client, ("a", b"a"), ("b", b"b"), ("d", b"d"))
+    matched = [client.ll_batch_match(list(keys)) for keys in ("", "abcd", "dba", "cab", "ab", "aab")]
+    assert matched == [0, 2, 3, 0, 2, 3]
+    assert client.ll_batch_match(["a", EMPTY, "b"]) == 1
+
+
 def test_absent_keys_miss(client):
     assert get(client, "a") == get_into(client, ["a"]) == [0]
     assert client.ll_batch_get_items([LLGetItemOpt("a")])[0].data is None
