@@ -209,10 +209,9 @@ class Volume:
             self._sizes.clear()
         plan = self.catalog.promise(charges, names)
         point("reserve.promised")
-        missing = await self._make_room(plan)
-        if missing:  # by one file that can't be removed a put must not fail while others can
-            missing = await self._make_room(self.catalog.shed(missing))
-        staged = await self._stage(plan, charges, missing)
+        if missing := await self._make_room(plan):  # one file that can't be removed must not fail a put
+            await self._make_room(self.catalog.shed(missing))
+        staged = await self._stage(plan, charges, -self.catalog.ledger.free)
         again = [
             i
             for i, outcome in enumerate(staged)
@@ -268,6 +267,8 @@ class Volume:
     ) -> Sequence[jobs.Prepared | KvcsError | None]:
         """Evict once more for the positions that failed, since the file system is full or a victim can't be had."""
         await self._make_room(self.catalog.shed(sum(charges[i] for i in failed)))
+        if self.catalog.ledger.free < 0:
+            return staged
         wanted = [charges[i] for i in failed]
         made = await self.lane.run(jobs.stage_many, self.store, [None] * len(failed), wanted)
         again = dict(zip(failed, made, strict=True))
@@ -498,7 +499,9 @@ class Volume:
         missing = await self._make_room(plan)
         if plan.refused:
             raise self._no_room(size)
-        if missing and await self._make_room(self.catalog.shed(missing)):
+        if missing:
+            await self._make_room(self.catalog.shed(missing))
+        if self.catalog.ledger.free < 0:
             self.catalog.unreserve(size)
             raise _unremovable()
 
