@@ -106,8 +106,13 @@ class SnapshotWriter:
         self._file.write(len(block).to_bytes(4, "little") + xxhash.xxh3_64_digest(block) + block)
 
 
+def _plain(path: str, flags: int) -> int:
+    """Open what is no symbolic link: the snapshot of a directory is in it."""
+    return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW)
+
+
 def _blocks(path: Path) -> Iterator[bytes]:
-    with open(path, "rb", opener=_private) as file:
+    with open(path, "rb", opener=_plain) as file:
         while head := file.read(12):
             block = file.read(int.from_bytes(head[:4], "little"))
             if xxhash.xxh3_64_digest(block) != head[4:]:
