@@ -7,6 +7,7 @@ wait for each other. Value bytes never come here: descriptors go out, the client
 from __future__ import annotations
 
 import array
+import collections
 import contextlib
 import ctypes
 import errno
@@ -33,6 +34,11 @@ from kvcsfs.errors import AccessError, ConfigError, InvalidValueError, KvcsError
 log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 4096
+MAX_USER_CONNECTIONS = 1024  # so that one user's processes don't keep the others out
+ACCEPT_AT_ONCE = 16
+HELLO_SECONDS = 10.0  # to say it in
+HELLO_BYTES = 4096
+FRAME_SECONDS = 30.0  # for the rest of a frame to come: what came is held meanwhile
 MAX_REQUESTS = 64  # of one connection at once; then it is not read further
 RECEIVE_BYTES = 1 << 18
 VERIFY_BYTES = 64 << 20  # of one verify request, so that its reply comes soon
@@ -56,6 +62,7 @@ class BatchFace:
         self._inode = os.stat(path).st_ino
         self._stopping = trio.Event()
         self._connections: set[Connection] = set()
+        self._by_user: collections.Counter[int] = collections.Counter()
 
     async def serve(self) -> None:
         """Accept until `stop`; ends when every request under way is answered, or after `STOP_SECONDS`."""
@@ -81,7 +88,11 @@ class BatchFace:
                 os.unlink(self._path)
 
     async def _accept(self, nursery: trio.Nursery) -> None:
-        while True:
+        for count in itertools.count():
+            if (
+                count % ACCEPT_AT_ONCE == 0
+            ):  # a flood of connections must not keep the others' requests waiting
+                await trio.lowlevel.checkpoint()
             try:
                 client, _ = self._listener.accept()
             except BlockingIOError:
@@ -91,20 +102,34 @@ class BatchFace:
                 log.warning("a connection could not be accepted: %s", exc.strerror)
                 await trio.sleep(0.1)
                 continue
-            if len(self._connections) >= MAX_CONNECTIONS:
-                client.close()
-                continue
             nursery.start_soon(self._serve_one, client)
+            await (
+                trio.lowlevel.checkpoint()
+            )  # a flood of connections must not keep the others' requests waiting
 
     async def _serve_one(self, client: socket.socket) -> None:
-        connection = Connection(self._engine, client)
+        client.setblocking(False)
+        try:
+            uid, gids = peer_of(client)
+        except OSError as exc:
+            client.close()
+            log.warning("a connection's user isn't known: %s", exc.strerror)
+            return
+        if len(self._connections) >= MAX_CONNECTIONS or self._by_user[uid] >= MAX_USER_CONNECTIONS:
+            failure = wire.Failure(0, errno.EMFILE, f"user {uid} has too many connections, close some")
+            with client, contextlib.suppress(OSError):
+                client.send(wire.encode(failure))
+            return
+        connection = Connection(self._engine, client, uid, gids)
         self._connections.add(connection)
+        self._by_user[uid] += 1
         try:
             await connection.serve()
         except Exception:
             log.exception("a connection failed")
         finally:
             self._connections.discard(connection)
+            self._by_user[uid] -= 1
 
 
 def listen(path: Path, group: str) -> socket.socket:
@@ -170,11 +195,11 @@ def peer_of(client: socket.socket) -> tuple[int, list[int]]:
 class Connection:
     """One client. What it holds ends with it."""
 
-    def __init__(self, engine: Engine, client: socket.socket) -> None:
-        client.setblocking(False)
+    def __init__(self, engine: Engine, client: socket.socket, uid: int, gids: Sequence[int]) -> None:
         self._engine = engine
         self._socket = client
-        self._session: Session | None = None
+        self._rights = Rights(engine.access, uid, gids)
+        self._session = engine.session(uid)
         self._sending = trio.Lock()
         self._closing: set[trio.Event] = set()
         self._free_places = trio.Semaphore(MAX_REQUESTS, max_value=MAX_REQUESTS)
@@ -185,9 +210,6 @@ class Connection:
 
     async def serve(self) -> None:
         """Answer until the client goes or breaks the protocol."""
-        uid, gids = peer_of(self._socket)
-        self._rights = Rights(self._engine.access, uid, gids)
-        self._session = self._engine.session(uid)
         try:
             async with trio.open_nursery() as nursery:
                 with self._scope:
@@ -207,10 +229,10 @@ class Connection:
             await trio.sleep(0.005)
 
     async def _read(self, nursery: trio.Nursery) -> None:
-        frames = wire.FrameBuffer()
+        frames = wire.FrameBuffer(HELLO_BYTES)
         greeted = False
         try:
-            while data := await self._receive():
+            while data := await self._receive(greeted, frames.is_partial):
                 for payload in frames.feed(data):
                     try:
                         request = wire.decode_request(payload)
@@ -220,19 +242,27 @@ class Connection:
                     if not greeted:
                         await self._greet(request)
                         greeted = True
+                        frames.limit = wire.MAX_FRAME_BYTES
                         continue
                     await self._dispatch(request, nursery)
         except ProtocolError as exc:
             with contextlib.suppress(OSError), trio.move_on_after(1):
                 await self._send(wire.Failure(0, exc.errno, str(exc)))
 
-    async def _receive(self) -> bytes:
-        """What has come, at least one byte; empty when the client is gone."""
+    async def _receive(self, greeted: bool, partial: bool) -> bytes:
+        """What has come, at least one byte; empty when the client is gone.
+
+        Raises ProtocolError when a frame that is due doesn't come.
+        """
         while True:
             try:
                 return self._socket.recv(RECEIVE_BYTES)
             except BlockingIOError:
-                await trio.lowlevel.wait_readable(self._socket)
+                patience = (FRAME_SECONDS if partial else float("inf")) if greeted else HELLO_SECONDS
+                with trio.move_on_after(patience) as waiting:
+                    await trio.lowlevel.wait_readable(self._socket)
+                if waiting.cancelled_caught:
+                    raise ProtocolError(f"no whole frame in {patience:.0f} s") from None
 
     async def _greet(self, request: wire.Request) -> None:
         if not isinstance(request, wire.Hello):
@@ -259,7 +289,6 @@ class Connection:
 
     async def _dispatch(self, request: wire.Request, nursery: trio.Nursery) -> None:
         session = self._session
-        assert session is not None
         match request:
             case wire.Release():
                 self._engine.release(session, request.lease)
@@ -306,7 +335,6 @@ class Connection:
 
     async def _open(self, request: wire.Open) -> None:
         session = self._session
-        assert session is not None
         opened = await self._open_permitted(request, session)
         try:
             await self._send_opened(request.id, opened, session)
@@ -373,7 +401,6 @@ class Connection:
 
     async def _reserve(self, request: wire.Reserve) -> None:
         session = self._session
-        assert session is not None
         if len(request.sizes) != len(request.keys) or request.if_exists not in IF_EXISTS:
             raise InvalidValueError("reserve: expected as many sizes as keys, and if_exists as documented")
         ttl = request.ttl_seconds + TTL_GRACE_SECONDS if request.ttl_seconds > 0 else 0.0
@@ -420,7 +447,6 @@ class Connection:
                 "commit: expected 16 bytes of checksum a token, and if_exists as documented"
             )
         session = self._session
-        assert session is not None
         checksums = [sums[i : i + size] for i in range(0, len(sums), size)]
         for closed in list(self._closing):  # our own copies of the descriptors must be closed first
             await closed.wait()
@@ -436,7 +462,6 @@ class Connection:
         await self._engine.abort_many(session, late)
 
     async def _abort(self, request: wire.Abort) -> None:
-        assert self._session is not None
         await self._engine.abort_many(self._session, request.tokens)
 
     async def _delete(self, request: wire.Delete) -> None:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import errno
 import functools
 import json
 import logging
-import signal
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -32,15 +33,19 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `kvcsfs ls | head` ends quietly
     arguments = _parser().parse_args(argv)
     try:
-        return arguments.run(arguments) or 0
+        status = arguments.run(arguments) or 0
+        sys.stdout.flush()
+        return status
     except ConfigError as exc:
         print(f"kvcsfs: {exc}", file=sys.stderr)
         return 2
     except KvcsError as exc:
         print(f"kvcsfs: {exc}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # `kvcsfs ls | head` has what it wants; what is left goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
         return 130
@@ -185,6 +190,8 @@ def _status(arguments: argparse.Namespace) -> None:
     print(f"kvcsfs {status['version']}, up {status['uptime_seconds']:.0f} s, {status['sessions']} sessions")
     for m in status["mountpoints"]:
         print(f"mountpoint {m['index']}: {m['path']} ({m['state']})")
+        if m["trouble"]:
+            print(f"  in trouble: {m['trouble']}")
         if m["state"] == "recovering":
             print(f"  recovering: {m['recovered_share']:.0%}, {m['recovered_entries']} entries read")
         print(
@@ -248,16 +255,15 @@ def _rm(arguments: argparse.Namespace) -> None:
             reply = control.ask(wire.Remove(2, arguments.mountpoint, arguments.prefix), wire.EvictReply)
             print(f"deleted {reply.entries} entries, {format_size(reply.charged_bytes)}")
             return
-        missing = []
+        failed: list[tuple[str, int]] = []
         for start in range(0, len(arguments.keys), wire.MAX_KEYS):
             keys = arguments.keys[start : start + wire.MAX_KEYS]
             statuses = control.ask(wire.Delete(2, arguments.mountpoint, keys), wire.DeleteReply).statuses
-            missing += [key for key, status in zip(keys, statuses, strict=True) if status]
-    if missing:
-        raise KvcsError(
-            f"rm: no value under {_printable(missing[0])}"
-            + f" and {len(missing) - 1} others" * (len(missing) > 1)
-        )
+            failed += [(key, status) for key, status in zip(keys, statuses, strict=True) if status]
+    if failed:
+        key, status = failed[0]
+        why = "no value under" if status == -errno.ENOENT else f"{os.strerror(-status)}:"
+        raise KvcsError(f"rm: {why} {_printable(key)}" + f" and {len(failed) - 1} others" * (len(failed) > 1))
 
 
 def _verify(arguments: argparse.Namespace) -> int:

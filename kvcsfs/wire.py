@@ -343,24 +343,30 @@ def decode_reply(payload: bytes | memoryview) -> Reply:
 
 
 class FrameBuffer:
-    """Cuts a stream of bytes into payloads."""
+    """Cuts a stream of bytes into payloads of at most `limit` bytes."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int = MAX_FRAME_BYTES) -> None:
+        self.limit = limit
         self._data = bytearray()
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether the beginning of a frame waits for its rest."""
+        return bool(self._data)
 
     def feed(self, data: bytes | memoryview) -> Iterator[bytes]:
         """Take bytes as they came and yield each payload that is now whole.
 
         Raises:
-            ProtocolError: a length over `MAX_FRAME_BYTES`; the stream can't be read further.
+            ProtocolError: a length over the limit; the stream can't be read further.
         """
         self._data += data
         start = 0
         try:
             while len(self._data) - start >= HEADER_BYTES:
                 (size,) = _LENGTH.unpack_from(self._data, start)
-                if size > MAX_FRAME_BYTES:
-                    raise ProtocolError(f"a frame of {size} B is over the limit of {MAX_FRAME_BYTES} B")
+                if size > self.limit:
+                    raise ProtocolError(f"a frame of {size} B is over the limit of {self.limit} B")
                 end = start + HEADER_BYTES + size
                 if len(self._data) < end:
                     return

@@ -50,3 +50,6 @@ class Daemon:
             self.kill()
             if self.mount:
                 subprocess.run(["umount", "-l", self.mount], check=False)
+        for pipe in (self.process.stdout, self.process.stderr):
+            assert pipe is not None
+            pipe.close()

@@ -22,8 +22,8 @@ class RawClient:
 
     def __init__(self, path: Path, hello: bool = True) -> None:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.socket.connect(str(path))  # waits while the backlog is full, which with a timeout it would not
         self.socket.settimeout(10)
-        self.socket.connect(str(path))
         self._data = bytearray()
         self._fds: list[int] = []
         self._ids = 1

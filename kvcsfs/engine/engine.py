@@ -118,6 +118,7 @@ class Engine:
                         nursery.start_soon(volume.keep_room)
                         nursery.start_soon(volume.reclaim_loose)
                         nursery.start_soon(volume.scrub.run)
+                        nursery.start_soon(volume.look_after)
                         nursery.start_soon(self._checkpoints, volume)
                     nursery.start_soon(self._expire)
                     try:

@@ -243,7 +243,8 @@ def test_ftruncate_up_and_down_leaves_zeros(store, folder):
 
 def test_a_slot_that_is_written_again_shows_nothing_of_what_was_in_it(store, folder):
     size = 100_000
-    zeros, ones = bytes(size), b"\xff" * size
+    zeros: bytes = bytes(size)
+    ones: bytes = b"\xff" * size
 
     def gap(fd):
         os.pwrite(fd, b"a" * 10, 0)
@@ -264,7 +265,7 @@ def test_a_slot_that_is_written_again_shows_nothing_of_what_was_in_it(store, fol
     def beyond(fd):
         os.pwrite(fd, b"a" * (size + 1), 0)
         os.pwrite(fd, b"b", 2 * size)
-        return b"a" * (size + 1) + zeros[:-1] + b"b"
+        return bytes(b"a" * (size + 1) + zeros[:-1] + b"b")
 
     for fill in (gap, longer, shorter, beyond, lambda fd: b"c" * os.pwrite(fd, b"c" * size, 0)):
         old, new = folder / "old", folder / "new"

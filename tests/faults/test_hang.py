@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -275,4 +276,53 @@ def test_the_other_faces_answer_and_the_daemon_stops(tmp_path, backing):
     with Daemon(file) as daemon:
         assert (mount / "new").read_bytes() == VALUE
         assert (other / "k7").read_bytes() == VALUE
+        daemon.stop()
+
+
+def configuration(tmp_path: Path, *names: str) -> Path:
+    """A file with backing directories of these names."""
+    file = tmp_path / "kvcsfs.toml"
+    points = "".join(f'[[mountpoints]]\npath = "{tmp_path / n}"\ncapacity = "64MiB"\n' for n in names)
+    file.write_text(f'[store]\nsocket = "{tmp_path}/sock"\nbackend = "pooled"\n{points}')
+    return file
+
+
+def test_a_reload_does_not_wait_for_a_directory_that_hangs(tmp_path, backing):
+    (tmp_path / "local").mkdir()
+    file = configuration(tmp_path, "local", "hanging")
+    with Daemon(file, PATIENCE + "from kvcsfs import daemon; daemon.RELOAD_SECONDS = 0.3\n") as daemon:
+        backing.hang()
+        daemon.process.send_signal(signal.SIGHUP)
+        assert daemon.process.stderr is not None
+        while "not reloaded: a backing directory doesn't answer" not in (
+            line := daemon.process.stderr.readline()
+        ):
+            assert line, "it ended"
+        with RawClient(tmp_path / "sock") as client:
+            assert client.put("k", VALUE) == 0
+        daemon.stop()
+        assert daemon.process.returncode == 0
+    backing.go()
+
+
+LOOP_STANDS_STILL = """
+import time
+from kvcsfs import batch, daemon
+daemon.STILL_SECONDS = 1.0
+batch.BatchFace.stop = lambda self: time.sleep(60)
+"""
+
+
+def test_a_stop_ends_even_if_the_loop_stands_still(tmp_path):
+    (tmp_path / "local").mkdir()
+    with Daemon(configuration(tmp_path, "local"), LOOP_STANDS_STILL) as daemon:
+        with RawClient(tmp_path / "sock") as client:
+            assert client.put("k", VALUE) == 0
+        begun = time.monotonic()
+        assert "ending anyway" in daemon.stop()
+        assert daemon.process.returncode == 1
+        assert time.monotonic() - begun < 15
+    with Daemon(configuration(tmp_path, "local")) as daemon:
+        with RawClient(tmp_path / "sock") as client:
+            assert client.get("k") == VALUE
         daemon.stop()

@@ -44,12 +44,13 @@ def test_the_example_configuration_is_accepted(tmp_path: Path):
     file = tmp_path / "kvcsfs.toml"
     # Settings that are commented out must be right too, so that removing the `#` is enough.
     file.write_text(
-        re.sub(r"^# (\w+ = )", r"\1", text, flags=re.MULTILINE).replace("/var/lib/kvcs", str(tmp_path))
+        re.sub(r"^# (\w+ = |\[\[)", r"\1", text, flags=re.MULTILINE).replace("/var/lib/kvcs", str(tmp_path))
     )
     loaded = config.load(file, {})
     assert str(loaded.mount) == "/mnt/kvcs"
     assert str(loaded.socket) == config.DEFAULT_SOCKET
     assert loaded.mountpoints[0].capacity == 100 << 30
+    assert loaded.access == (config.AccessRule("team-a/", frozenset({0, 61001}), frozenset({0})),)
     assert loaded.mountpoints[0].low_watermark == config.MountpointConfig.low_watermark
     assert loaded.mountpoints[0].high_watermark == config.MountpointConfig.high_watermark
 
@@ -59,7 +60,7 @@ def test_the_example_configuration_shows_every_setting():
     shown = set(re.findall(r"^(?:# )?(\w+) = ", text, flags=re.MULTILINE))
     document = tomllib.loads(text)
     assert set(document) == {"store", "mountpoints"}
-    assert shown == config._STORE_KEYS | config._MOUNTPOINT_KEYS
+    assert shown == config._STORE_KEYS | config._MOUNTPOINT_KEYS | config._ACCESS_KEYS
 
 
 @pytest.mark.parametrize("unit", UNITS)
