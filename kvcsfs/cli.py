@@ -12,7 +12,6 @@ import functools
 import json
 import logging
 import os
-import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -23,6 +22,7 @@ from kvcsfs import __version__, wire
 from kvcsfs.config import format_size, load, parse_size
 from kvcsfs.control import Control, default_socket
 from kvcsfs.errors import ConfigError, KvcsError
+from kvcsfs.mounts import bind
 from kvcsfs.size import Model
 
 
@@ -33,15 +33,19 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `kvcsfs ls | head` ends quietly
     arguments = _parser().parse_args(argv)
     try:
-        return arguments.run(arguments) or 0
+        status = arguments.run(arguments) or 0
+        sys.stdout.flush()
+        return status
     except ConfigError as exc:
         print(f"kvcsfs: {exc}", file=sys.stderr)
         return 2
     except KvcsError as exc:
         print(f"kvcsfs: {exc}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # `kvcsfs ls | head` has what it wants; what is left goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
         return 130
@@ -86,6 +90,13 @@ def _parser() -> argparse.ArgumentParser:
         "--bytes", type=_size, metavar="SIZE", help="how much to free; without it all below PREFIX"
     )
     evict.add_argument("--all", action="store_true", help="needed to evict everything")
+
+    mount = _command(commands, "mount", "show the daemon's mount at a second place", _mount)
+    mount.add_argument("path", type=Path, metavar="DIR", help="where; `umount DIR` takes it away again")
+    mount.add_argument(
+        "--prefix", default="", metavar="PREFIX", help="only the keys below this first component"
+    )
+    mount.add_argument("--read-only", action="store_true", help="refuse every change there")
 
     verify = _command(
         commands, "verify", "read every value while the daemon serves; drop what is wrong", _verify
@@ -179,6 +190,8 @@ def _status(arguments: argparse.Namespace) -> None:
     print(f"kvcsfs {status['version']}, up {status['uptime_seconds']:.0f} s, {status['sessions']} sessions")
     for m in status["mountpoints"]:
         print(f"mountpoint {m['index']}: {m['path']} ({m['state']})")
+        if m["trouble"]:
+            print(f"  in trouble: {m['trouble']}")
         if m["state"] == "recovering":
             print(f"  recovering: {m['recovered_share']:.0%}, {m['recovered_entries']} entries read")
         print(
@@ -302,6 +315,17 @@ def _evict(arguments: argparse.Namespace) -> None:
         request = wire.Evict(2, arguments.mountpoint, arguments.prefix, arguments.bytes or 0)
         reply = control.ask(request, wire.EvictReply)
     print(f"evicted {reply.entries} entries, {format_size(reply.charged_bytes)}")
+
+
+def _mount(arguments: argparse.Namespace) -> None:
+    prefix = arguments.prefix.removesuffix("/")
+    if "/" in prefix or prefix in (".", ".."):
+        raise ConfigError(f"mount: --prefix {arguments.prefix}: expected the first component of keys")
+    with Control(arguments.socket) as control:
+        status = control.ask(wire.Status(2), wire.StatusReply).status
+    if status["mount"] is None:
+        raise KvcsError(f"mount: the daemon at {arguments.socket} has no mount; start it with --mount DIR")
+    bind(Path(status["mount"]), prefix, arguments.path.absolute(), arguments.read_only)
 
 
 def _size_model(arguments: argparse.Namespace) -> None:

@@ -64,13 +64,15 @@ async def _serve(read: Callable[[], Config]) -> None:
                 await engine.recovered()
             mount = await _mount(engine, config, nursery)
             _announce(config)
-            nursery.start_soon(_tell_recovery, engine, config)
-            async for number in signals:
-                if number == signal.SIGHUP:
-                    await _reload(engine, read)
-                    continue
-                log.info("stopping on %s", signal.Signals(number).name)
-                break
+            async with trio.open_nursery() as telling:
+                telling.start_soon(_tell_recovery, engine, config)
+                async for number in signals:
+                    if number == signal.SIGHUP:
+                        await _reload(engine, read)
+                        continue
+                    log.info("stopping on %s", signal.Signals(number).name)
+                    break
+                telling.cancel_scope.cancel()
             notify("STOPPING=1")
             _bound_the_stop()
             face.stop()

@@ -143,6 +143,25 @@ class Catalog:
             ledger.reserved += charged
         return plan
 
+    def shed(self, size: int) -> Plan:
+        """Give up free slots and the least recently used entries, until files of `size` bytes in all are to go.
+
+        For a file system that is full before the ledger is; nothing is reserved.
+        """
+        plan = Plan()
+        while size > 0 and (slot := self.drop_free()):
+            plan.drop.append(slot)
+            size -= slot.size
+        for victim in self.victims():
+            if size <= 0:
+                break
+            self._leave(victim)
+            charged = charge(victim.size)
+            self.ledger.committed -= charged
+            plan.unlink.append(victim)
+            size -= charged
+        return plan
+
     def _evict_for(
         self,
         missing: int,

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from kvcsfs.engine.catalog import FreeSlot, Plan
 from kvcsfs.engine.entry import Entry, charge
 from kvcsfs.engine.faults import point
-from kvcsfs.engine.store import SlotStore, digest, failure
+from kvcsfs.engine.store import SlotStore, allocate, digest, failure
 from kvcsfs.errors import KvcsError
 
 log = logging.getLogger(__name__)
@@ -111,6 +111,19 @@ def create_file(store: SlotStore) -> Prepared:
         raise failure(exc, "making an object file") from exc
 
 
+def own_many(store: SlotStore, prepared: Sequence[Prepared]) -> list[Prepared | KvcsError]:
+    """Staged files with descriptors of the daemon's own, which read, too, in place of those for a client."""
+    owned: list[Prepared | KvcsError] = []
+    for slot, fd in prepared:
+        os.close(fd)
+        try:
+            owned.append((slot, store.open_own(slot)))
+        except OSError as exc:
+            _unlinked(store, slot)
+            owned.append(failure(exc, "opening an object file"))
+    return owned
+
+
 def open_many(store: SlotStore, entries: Sequence[Entry]) -> list[int | OSError]:
     """A read-only descriptor for each entry, or why there is none."""
     opened: list[int | OSError] = []
@@ -189,18 +202,47 @@ def _void_replaced(store: SlotStore, olds: Sequence[Entry]) -> None:
             log.warning("the footer of a replaced object can't be voided: %s", exc.strerror)
 
 
+def grow_file(fd: int, size: int) -> KvcsError | None:
+    """Take the blocks for `size` bytes of a file that grows. None, or why they can't be had."""
+    try:
+        allocate(fd, size, keep_size=True)
+    except OSError as exc:
+        return failure(exc, "growing an object file")
+    return None
+
+
+def examine(store: SlotStore, write: bool) -> tuple[bool, OSError | None]:
+    """Whether the backing directory is where it was; and, with `write`, why it takes no writes (None: it does)."""
+    if not store.is_there():
+        return False, None
+    try:
+        if write:
+            store.try_write()
+    except OSError as exc:
+        return True, exc
+    return True, None
+
+
 def finish_file(fd: int, size: int, checksum: bytes | None) -> bytes:
     """Give a grown file its final size with padding of zeros, close it, and return the checksum of the value."""
     try:
-        os.ftruncate(fd, size)
-        point("file.cut")
-        os.ftruncate(fd, charge(size))
-        point("file.padded")
+        if os.fstat(fd).st_size != charge(size):  # else a slot of the right size was written again
+            os.ftruncate(fd, size)
+            point("file.cut")
+            allocate(fd, charge(size))
+            point("file.padded")
         return checksum if checksum is not None else digest(fd, size)
     except OSError as exc:
         raise failure(exc, "finishing an object file") from exc
     finally:
         os.close(fd)
+
+
+def finish_many(
+    _store: SlotStore, fds: Sequence[int], sizes: Sequence[int], checksums: Sequence[bytes]
+) -> list[bytes]:
+    """Do `finish_file` for files whose checksums are known, as a brief job."""
+    return [finish_file(*columns) for columns in zip(fds, sizes, checksums, strict=True)]
 
 
 def rename(store: SlotStore, entry: Entry, target: Entry | None) -> KvcsError | None:

@@ -21,7 +21,7 @@ from kvcsfs.engine import scan
 from kvcsfs.engine.catalog import Catalog, FreeSlot
 from kvcsfs.engine.entry import UNPROVEN, Entry, flags_of
 from kvcsfs.engine.faults import point
-from kvcsfs.engine.store import SlotStore, boot_id, sync_directory
+from kvcsfs.engine.store import SlotStore, boot_id
 
 log = logging.getLogger(__name__)
 
@@ -69,9 +69,12 @@ class SnapshotWriter:
 
     def __init__(self, store: SlotStore) -> None:
         self._store = store
-        self._temporary = store.path / "snapshot.new"
-        self._file = open(self._temporary, "wb", opener=_private)  # noqa: SIM115 closed by finish
+        self._file = open("snapshot.new", "wb", opener=self._private)  # noqa: SIM115 closed by finish
         point("snapshot.begun")
+
+    def _private(self, name: str, flags: int) -> int:
+        """Open by the directory's descriptor: its path may lead elsewhere by now."""
+        return os.open(name, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=self._store.root)
 
     def add(self, block: Sequence[Row]) -> None:
         """Append rows."""
@@ -82,32 +85,34 @@ class SnapshotWriter:
         tail = Tail(FORMAT, self._store.epoch, boot_id(), clean, [(s.slot, s.size) for s in free], extras)
         self._write(b"")
         self._write(msgspec.msgpack.encode(tail))
+        root = self._store.root
         with self._file as file:
             file.flush()
             point("snapshot.written")
             os.fsync(file.fileno())
         point("snapshot.synced")
-        os.replace(self._temporary, self._store.path / "snapshot")
+        os.replace("snapshot.new", "snapshot", src_dir_fd=root, dst_dir_fd=root)
         point("snapshot.renamed")
-        sync_directory(self._store.path)
+        os.fsync(root)
 
     def abandon(self) -> None:
         """Remove what was written; the last snapshot stays."""
         with contextlib.suppress(OSError):  # what is buffered may not fit: it is not wanted
             self._file.close()
         with contextlib.suppress(OSError):
-            self._temporary.unlink(missing_ok=True)
+            os.unlink("snapshot.new", dir_fd=self._store.root)
 
     def _write(self, block: bytes) -> None:
         self._file.write(len(block).to_bytes(4, "little") + xxhash.xxh3_64_digest(block) + block)
 
 
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+def _plain(path: str, flags: int) -> int:
+    """Open what is no symbolic link: the snapshot of a directory is in it."""
+    return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW)
 
 
 def _blocks(path: Path) -> Iterator[bytes]:
-    with open(path, "rb", opener=_private) as file:
+    with open(path, "rb", opener=_plain) as file:
         while head := file.read(12):
             block = file.read(int.from_bytes(head[:4], "little"))
             if xxhash.xxh3_64_digest(block) != head[4:]:

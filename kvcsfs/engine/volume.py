@@ -7,6 +7,7 @@ pinned by every step that still needs its file, and `_claim` lets one commit, re
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from contextlib import asynccontextmanager
@@ -31,6 +32,7 @@ log = logging.getLogger(__name__)
 
 EVICT_BATCH = 64  # victims of one background trip; a put waits for no more than that
 RETRY_SECONDS = 5.0
+LOOK_SECONDS = 2.0
 KNOWN_SIZES = 4096
 HELD_SLOTS = 512  # free slots that keep a descriptor, as far as there are enough
 
@@ -54,6 +56,9 @@ class Volume:
         self.catalog = Catalog(config.capacity, access.domain)
         self.descriptors = Descriptors(descriptor_limit)
         self.recovering = True
+        self.detached = False  # its directory is unmounted or replaced: gets miss, puts fail
+        self.unwritable = False  # every write would fail: puts do at once, and evict nothing for it
+        self.trouble = ""  # what is wrong with it, for people
         self.recovery = recovery.Watch()
         self.settling: dict[str, trio.Event] = {}  # keys whose writers on the mount have all flushed
         self.extras: dict[str, Any] = {}  # what faces keep in the snapshot
@@ -101,6 +106,8 @@ class Volume:
     def _check_ready(self) -> None:
         if self.recovering:
             raise BusyError("the store is still recovering")
+        if self.unwritable:
+            raise BackingError(self.trouble)
 
     async def settled(self, names: Iterable[str], seconds: float = 0.2) -> None:
         """Wait for keys whose last writer on the mount is just closing: its release arrives after close() returned."""
@@ -113,6 +120,8 @@ class Volume:
     def lookup(self, names: Sequence[str], temporaries: bool) -> list[Entry | None]:
         """The entries of keys."""
         get = self.catalog.index.get
+        if self.detached:
+            return [None] * len(names)
         if temporaries:
             return [get(name) for name in names]
         return [None if (e := get(name)) is None or e.flags & TEMPORARY else e for name in names]
@@ -200,7 +209,17 @@ class Volume:
             self._sizes.clear()
         plan = self.catalog.promise(charges, names)
         point("reserve.promised")
-        staged = await self._stage(plan, charges, await self._make_room(plan))
+        if missing := await self._make_room(plan):  # one file that can't be removed must not fail a put
+            await self._make_room(self.catalog.shed(missing))
+        staged = await self._stage(plan, charges, -self.catalog.ledger.free)
+        again = [
+            i
+            for i, outcome in enumerate(staged)
+            if isinstance(outcome, CapacityError) or (isinstance(outcome, KvcsError) and i in plan.recycle)
+        ]
+        if again:
+            self._keep_stuck([plan.recycle[i] for i in again if i in plan.recycle])
+            staged = await self._stage_again(staged, charges, again)
         results: list[Staged | KvcsError] = []
         for i, (charged, outcome) in enumerate(zip(charges, staged, strict=True)):
             if isinstance(outcome, tuple):
@@ -211,7 +230,7 @@ class Volume:
             session.reserved -= charged
             if outcome is not None:
                 self.catalog.unreserve(charged)
-                self._keep_stuck([plan.recycle[i]] if i in plan.recycle else [])
+                self.counters["io_errors"] += 1
             results.append(outcome or self._no_room(charged))
         results += [CapacityError("the connection's share is reserved") for _ in names[len(charges) :]]
         return results
@@ -239,6 +258,21 @@ class Volume:
             return staged
         outcomes.update(zip(granted, staged, strict=True))
         return [outcomes.get(i) for i in range(len(charges))]
+
+    async def _stage_again(
+        self,
+        staged: Sequence[jobs.Prepared | KvcsError | None],
+        charges: Sequence[int],
+        failed: Sequence[int],
+    ) -> Sequence[jobs.Prepared | KvcsError | None]:
+        """Evict once more for the positions that failed, since the file system is full or a victim can't be had."""
+        await self._make_room(self.catalog.shed(sum(charges[i] for i in failed)))
+        if self.catalog.ledger.free < 0:
+            return staged
+        wanted = [charges[i] for i in failed]
+        made = await self.lane.run(jobs.stage_many, self.store, [None] * len(failed), wanted)
+        again = dict(zip(failed, made, strict=True))
+        return [again.get(i, outcome) for i, outcome in enumerate(staged)]
 
     async def _make_room(self, plan: Plan) -> int:
         """Do what a plan needs before its files can be had; returns how many of its bytes could not be freed."""
@@ -401,9 +435,11 @@ class Volume:
 
     # -- files of unknown size, written by the daemon itself
 
-    async def stage_file(self, key: str) -> Staged:
-        """A staged file that grows; `fd` reads and writes it."""
+    async def stage_file(self, key: str, likely: int = 0) -> Staged:
+        """A staged file that grows; `fd` reads and writes it. One of a `likely` size may take a slot of that size."""
         self._check_ready()
+        if likely and (staged := await self._stage_likely(key, likely)):
+            return staged
         await self._reserve_bytes(charge(0))
         try:
             slot, fd = await self.lane.run(jobs.create_file, self.store)
@@ -411,6 +447,21 @@ class Volume:
             self.catalog.unreserve(charge(0))
             raise
         return Staged(self, Entry(key, slot, 0, b"", 0, 0.0, flags_of(key)), charge(0), fd)
+
+    async def _stage_likely(self, key: str, size: int) -> Staged | None:
+        """A slot to be written again for a file that will probably have this size; what is in it is void."""
+        plan = self.catalog.promise([charge(size)], [key])
+        if plan.refused:
+            return None
+        (outcome,) = await self._stage(plan, [charge(size)], await self._make_room(plan))
+        if isinstance(outcome, tuple):
+            (outcome,) = await self.lane.brief(jobs.own_many, [outcome])
+        if isinstance(outcome, tuple):
+            slot, fd = outcome
+            return Staged(self, Entry(key, slot, size, b"", 0, 0.0, flags_of(key)), charge(size), fd)
+        self.catalog.unreserve(charge(size))
+        self._keep_stuck([*plan.recycle.values()])
+        return None
 
     async def grow(self, staged: Staged, size: int) -> None:
         """Reserve for at least `size` bytes, doubling to keep the steps few. Raises CapacityError; nothing changes."""
@@ -425,9 +476,22 @@ class Volume:
                 if wanted == size:
                     raise
                 continue
+            if failed := await self._grow_file(staged.fd, have + extra, extra):
+                self.catalog.unreserve(extra)
+                if wanted == size:
+                    raise failed
+                continue
             staged.entry.size = wanted
             staged.charged += extra
             return
+
+    async def _grow_file(self, fd: int, size: int, extra: int) -> KvcsError | None:
+        """Take a file's blocks; if the file system has no room evict as much, and try once more."""
+        failed = await self.lane.run(jobs.grow_file, fd, size)
+        if isinstance(failed, CapacityError):
+            await self._make_room(self.catalog.shed(extra))
+            failed = await self.lane.run(jobs.grow_file, fd, size)
+        return failed
 
     async def _reserve_bytes(self, size: int) -> None:
         """Reserve bytes without a file."""
@@ -436,12 +500,18 @@ class Volume:
         if plan.refused:
             raise self._no_room(size)
         if missing:
+            await self._make_room(self.catalog.shed(missing))
+        if self.catalog.ledger.free < 0:
             self.catalog.unreserve(size)
             raise _unremovable()
 
     async def finish_file(self, staged: Staged, size: int, checksum: bytes | None) -> None:
         """Cut a grown file to its size, give the rest of its reservation back, and set its checksum; closes `fd`."""
-        staged.entry.checksum = await self.lane.run(jobs.finish_file, staged.fd, size, checksum)
+        if checksum is None:
+            checksum = await self.lane.run(jobs.finish_file, staged.fd, size, None)
+        else:
+            (checksum,) = await self.lane.brief(jobs.finish_many, [staged.fd], [size], [checksum])
+        staged.entry.checksum = checksum
         self.catalog.unreserve(staged.charged - charge(size))
         staged.entry.size = size
         staged.charged = charge(size)
@@ -588,6 +658,26 @@ class Volume:
             self._loose = trio.Event()
             await self.reclaim([e for e in self.catalog.retired if not e.pins])
 
+    async def look_after(self) -> None:
+        """Background: tell when the backing directory goes or takes no writes, and when it is back."""
+        failures = 0
+        while True:
+            await trio.sleep(LOOK_SECONDS)
+            writes = bool(self.trouble) or self.counters["io_errors"] != failures
+            failures = self.counters["io_errors"]
+            there, failed = await self.lane.run(jobs.examine, self.store, writes)
+            self.detached = not there
+            self.unwritable = not there or (failed is not None and failed.errno != errno.ENOSPC)
+            trouble = "" if there else "the backing directory was unmounted or replaced"
+            self._tell_trouble(trouble or (str(failed.strerror) if failed else ""))
+
+    def _tell_trouble(self, trouble: str) -> None:
+        if trouble and trouble != self.trouble:
+            log.warning("%s: in trouble: %s", self.config.path, trouble)
+        elif self.trouble and not trouble:
+            log.info("%s: out of trouble", self.config.path)
+        self.trouble = trouble
+
     # -- verification
 
     async def verify(self, names: Sequence[str]) -> list[int]:
@@ -627,13 +717,14 @@ class Volume:
 
     async def recover(self) -> None:
         """Fill the catalog from the snapshot or the footers; entries over the capacity leave, oldest first."""
-        self.recovery.stopped = False
+        self.recovery = recovery.Watch()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._stop_recovery)
             outcome = await self.lane.run(self._recovered)
             nursery.cancel_scope.cancel()
         if outcome is None:
-            return
+            await trio.lowlevel.checkpoint()  # raises Cancelled, the only reason for it
+            raise AssertionError("recovery stopped and nobody stops")
         if isinstance(outcome, OSError):
             raise outcome
         found, catalog = outcome
@@ -666,7 +757,7 @@ class Volume:
 
     async def checkpoint(self, clean: bool = False) -> None:
         """Write the snapshot; `clean` says that it is exact and nothing follows it."""
-        if self.recovering:
+        if self.recovering or self.detached:
             return
         writer = await self.lane.run(recovery.SnapshotWriter, self.store)
         try:
@@ -697,6 +788,13 @@ class Volume:
             log.warning("%s: no snapshot: %s", self.config.path, exc.strerror)
         await self.lane.run(self.store.close)
 
+    def _state(self) -> str:
+        if self.lane.hung:
+            return "hung"
+        if self.recovering:
+            return "recovering"
+        return "failing" if self.trouble else "ready"
+
     def status(self) -> dict[str, Any]:
         """Figures of this mountpoint."""
         ledger = self.catalog.ledger
@@ -704,7 +802,8 @@ class Volume:
         return {
             "index": self.index,
             "path": str(self.config.path),
-            "state": "hung" if self.lane.hung else "recovering" if self.recovering else "ready",
+            "state": self._state(),
+            "trouble": self.trouble,
             "capacity_bytes": ledger.capacity,
             "used_bytes": ledger.used,
             "committed_bytes": ledger.committed,

@@ -271,3 +271,19 @@ def test_what_no_daemon_can_do_is_one_line(tmp_path, arguments, said):
     with daemon(tmp_path) as d:
         name, *rest = arguments
         refused(command(name, "--socket", d.socket, *rest), 1, said)
+
+
+def test_a_reader_that_has_enough_ends_the_command_quietly(tmp_path):
+    with daemon(tmp_path) as running:
+        script = f"{sys.executable} -m kvcsfs.cli status --json --socket {running.socket} | true"
+        result = subprocess.run(
+            ["bash", "-c", script], capture_output=True, text=True, timeout=30, env=ENVIRONMENT, check=False
+        )
+        assert result.stderr == ""
+
+
+def test_the_commands_leave_the_signals_of_their_process_alone(capsys):
+    """With the default action a socket that its client left would kill the daemon."""
+    before = signal.getsignal(signal.SIGPIPE)
+    assert cli.main(["status", "--socket", "/nonexistent/sock"]) == 1
+    assert signal.getsignal(signal.SIGPIPE) == before == signal.SIG_IGN

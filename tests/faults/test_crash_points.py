@@ -112,3 +112,8 @@ async def test_a_life_that_nothing_ends(crashed, tmp_path):
 def test_a_point_that_is_not_one_is_told(tmp_path):
     done = live(tmp_path, 1, 1, "commit.seald:1")
     assert b"KVCSFS_FAULT: 'commit.seald:1': expected POINT:N" in done.stderr
+
+
+def test_each_point_is_documented():
+    text = (ROOT / "docs" / "recovery.md").read_text()
+    assert [point for point in POINTS if f"`{point}`" not in text] == []

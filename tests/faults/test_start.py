@@ -1,0 +1,114 @@
+"""A start that takes long: the daemon answers meanwhile, tells how far it is, and can be stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+import trio
+
+from kvcsfs import daemon, wire
+from kvcsfs.engine import recovery, scan
+from kvcsfs.engine.recovery import Watch
+from kvcsfs.engine.store import SlotStore
+from tests.rawclient import RawClient
+from tests.stores import config, stored
+
+pytestmark = pytest.mark.fault
+
+
+class Systemd:
+    """The socket that a service tells its state."""
+
+    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.socket.bind(str(path))
+        self.socket.settimeout(10)
+        monkeypatch.setenv("NOTIFY_SOCKET", str(path))
+
+    def until(self, text: str) -> str:
+        while text not in (told := self.socket.recv(4096).decode()):
+            pass
+        return told
+
+
+def slow(go: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recovery reads three entries of ten, then waits for `go`."""
+    real = recovery.recover
+
+    def recover(store: SlotStore, watch: Watch) -> recovery.Found:
+        watch.passed(3, 0.3)
+        while not go.wait(0.01):
+            watch.passed(3, 0.3)
+        return real(store, watch)
+
+    monkeypatch.setattr(recovery, "recover", recover)
+    monkeypatch.setattr(daemon, "EARLY_SECONDS", 0.01)
+    monkeypatch.setattr(daemon, "PROGRESS_SECONDS", 0.01)
+
+
+def state(path: Path) -> tuple[str, int, float]:
+    with RawClient(path) as client:
+        (point,) = client.ask(wire.Status(2), wire.StatusReply).status["mountpoints"]
+    return point["state"], point["recovered_entries"], point["recovered_share"]
+
+
+async def serve(settings: object, user: object) -> None:
+    """Run the daemon in this process, `user` beside it in a thread; then stop it as systemd does."""
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(daemon._serve, settings)
+        await trio.to_thread.run_sync(user)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.fixture
+def systemd(tmp_path, monkeypatch):
+    made = Systemd(tmp_path / "notify", monkeypatch)
+    yield made
+    made.socket.close()
+
+
+async def test_the_daemon_answers_and_tells_while_it_recovers(tmp_path, monkeypatch, systemd, capsys):
+    go, settings = threading.Event(), config(tmp_path)
+    slow(go, monkeypatch)
+
+    def user() -> None:
+        systemd.until("READY=1")
+        assert "STATUS=recovering, 30%, 3 entries read; socket=" in systemd.until("STATUS=")
+        assert state(settings.socket) == ("recovering", 3, 0.3)
+        go.set()
+        systemd.until("STATUS=serving, socket=")
+        assert state(settings.socket)[0] == "ready"
+
+    with trio.fail_after(20):
+        await serve(settings, user)
+    assert "kvcsfs ready socket=" in capsys.readouterr().out
+
+
+async def test_a_stop_does_not_wait_for_recovery(tmp_path, monkeypatch, systemd, capsys):
+    go, settings = threading.Event(), config(tmp_path)
+    slow(go, monkeypatch)
+    with trio.fail_after(5):
+        await serve(settings, lambda: systemd.until("READY=1"))
+    assert not go.is_set()
+    assert not (settings.mountpoints[0].path / "snapshot").exists()
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_processes_read_a_large_store(tmp_path, monkeypatch, broken):
+    """They give what one process gives, in order; folders of one that fails are read here."""
+    store = SlotStore(tmp_path)
+    for i in range(600):
+        stored(store, f"k{i}", b"x")
+    monkeypatch.setattr(scan, "PARALLEL_ENTRIES", 1)
+    monkeypatch.setattr(scan, "PROCESSES", 2)
+    alone = [scan.read_folder(tmp_path / "slots", i) for i in range(scan.FOLDERS)]
+    if broken:
+        monkeypatch.setattr("sys.executable", "/bin/false")
+    assert list(scan.scan(tmp_path / "slots")) == alone
+    assert sum(len(folder.rows) for folder in alone) == 600
+    store.close()
