@@ -37,11 +37,7 @@ class Namespace:
 
     def is_directory(self, path: str) -> bool:
         """Whether `path`, which ends with a slash, was made, or something that isn't a key lies below it."""
-        beyond = "\0"  # no name in it is smaller, but it is greater than `path` itself
-        return path in self._made or any(
-            next(children_of(names, path, beyond), None) is not None
-            for names in (self._directories, self._names)
-        )
+        return path in self._made or _is_below(self._directories, path) or _is_below(self._names, path)
 
     def is_file(self, key: str) -> bool:
         """Whether there is a file without a value: empty, or being written for the first time."""
@@ -155,6 +151,14 @@ class Namespace:
         assert set(self._names) == set(self._pending) | set(self._empty)
         assert not set(self._pending) & set(self._empty)
         assert not set(self._names) & set(self._values)
+
+
+def _is_below(names: SortedDict[str, bool], path: str) -> bool:
+    """Whether one of the names starts with `path` and goes on."""
+    if not names:
+        return False
+    i = names.bisect_right(path)
+    return i < len(names) and bool(names.peekitem(i)[0].startswith(path))
 
 
 def _since(written_ns: int, attributes: Attributes) -> Attributes:

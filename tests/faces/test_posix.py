@@ -246,23 +246,23 @@ def test_a_slot_that_is_written_again_shows_nothing_of_what_was_in_it(store, fol
     zeros: bytes = bytes(size)
     ones: bytes = b"\xff" * size
 
-    def gap(fd: int) -> bytes:
+    def gap(fd):
         os.pwrite(fd, b"a" * 10, 0)
         os.pwrite(fd, b"b" * 10, size - 10)
         return b"a" * 10 + zeros[20:] + b"b" * 10
 
-    def longer(fd: int) -> bytes:
+    def longer(fd):
         os.pwrite(fd, b"a" * 10, 0)
         os.ftruncate(fd, size)
         return b"a" * 10 + zeros[10:]
 
-    def shorter(fd: int) -> bytes:
+    def shorter(fd):
         os.pwrite(fd, ones, 0)
         os.ftruncate(fd, 10)
         os.ftruncate(fd, 5000)
         return ones[:10] + zeros[:4990]
 
-    def beyond(fd: int) -> bytes:
+    def beyond(fd):
         os.pwrite(fd, b"a" * (size + 1), 0)
         os.pwrite(fd, b"b", 2 * size)
         return bytes(b"a" * (size + 1) + zeros[:-1] + b"b")

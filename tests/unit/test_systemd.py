@@ -51,6 +51,8 @@ def test_the_example_configuration_is_accepted(tmp_path: Path):
     assert str(loaded.socket) == config.DEFAULT_SOCKET
     assert loaded.mountpoints[0].capacity == 100 << 30
     assert loaded.access == (config.AccessRule("team-a/", frozenset({0, 61001}), frozenset({0})),)
+    assert loaded.permissions[1] == config.Permissions("tenant-a", 61001, 0, 0o2750)
+    assert loaded.places[0].prefix == "tenant-a"
     assert loaded.mountpoints[0].low_watermark == config.MountpointConfig.low_watermark
     assert loaded.mountpoints[0].high_watermark == config.MountpointConfig.high_watermark
 
@@ -60,7 +62,8 @@ def test_the_example_configuration_shows_every_setting():
     shown = set(re.findall(r"^(?:# )?(\w+) = ", text, flags=re.MULTILINE))
     document = tomllib.loads(text)
     assert set(document) == {"store", "mountpoints"}
-    assert shown == config._STORE_KEYS | config._MOUNTPOINT_KEYS | config._ACCESS_KEYS
+    settings = config._STORE_KEYS | config._MOUNTPOINT_KEYS | config._ACCESS_KEYS
+    assert shown == settings | config._PREFIX_KEYS | config._PLACE_KEYS
 
 
 @pytest.mark.parametrize("unit", UNITS)
