@@ -11,6 +11,7 @@ import dataclasses
 import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,12 +70,8 @@ class SnapshotWriter:
 
     def __init__(self, store: SlotStore) -> None:
         self._store = store
-        self._file = open("snapshot.new", "wb", opener=self._private)  # noqa: SIM115 closed by finish
+        self._file = open("snapshot.new", "wb", opener=partial(_private, directory=store.root))  # noqa: SIM115
         point("snapshot.begun")
-
-    def _private(self, name: str, flags: int) -> int:
-        """Open by the directory's descriptor: its path may lead elsewhere by now."""
-        return os.open(name, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=self._store.root)
 
     def add(self, block: Sequence[Row]) -> None:
         """Append rows."""
@@ -104,6 +101,11 @@ class SnapshotWriter:
 
     def _write(self, block: bytes) -> None:
         self._file.write(len(block).to_bytes(4, "little") + xxhash.xxh3_64_digest(block) + block)
+
+
+def _private(path: str, flags: int, directory: int | None = None) -> int:
+    """Open below a directory's descriptor, as its path may lead elsewhere by now; never through a symbolic link."""
+    return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=directory)
 
 
 def _blocks(path: Path) -> Iterator[bytes]:
