@@ -22,6 +22,7 @@ from kvcsfs import __version__, wire
 from kvcsfs.config import format_size, load, parse_size
 from kvcsfs.control import Control, default_socket
 from kvcsfs.errors import ConfigError, KvcsError
+from kvcsfs.mounts import bind
 from kvcsfs.size import Model
 
 
@@ -89,6 +90,13 @@ def _parser() -> argparse.ArgumentParser:
         "--bytes", type=_size, metavar="SIZE", help="how much to free; without it all below PREFIX"
     )
     evict.add_argument("--all", action="store_true", help="needed to evict everything")
+
+    mount = _command(commands, "mount", "show the daemon's mount at a second place", _mount)
+    mount.add_argument("path", type=Path, metavar="DIR", help="where; `umount DIR` takes it away again")
+    mount.add_argument(
+        "--prefix", default="", metavar="PREFIX", help="only the keys below this first component"
+    )
+    mount.add_argument("--read-only", action="store_true", help="refuse every change there")
 
     verify = _command(
         commands, "verify", "read every value while the daemon serves; drop what is wrong", _verify
@@ -307,6 +315,17 @@ def _evict(arguments: argparse.Namespace) -> None:
         request = wire.Evict(2, arguments.mountpoint, arguments.prefix, arguments.bytes or 0)
         reply = control.ask(request, wire.EvictReply)
     print(f"evicted {reply.entries} entries, {format_size(reply.charged_bytes)}")
+
+
+def _mount(arguments: argparse.Namespace) -> None:
+    prefix = arguments.prefix.removesuffix("/")
+    if "/" in prefix or prefix in (".", ".."):
+        raise ConfigError(f"mount: --prefix {arguments.prefix}: expected the first component of keys")
+    with Control(arguments.socket) as control:
+        status = control.ask(wire.Status(2), wire.StatusReply).status
+    if status["mount"] is None:
+        raise KvcsError(f"mount: the daemon at {arguments.socket} has no mount; start it with --mount DIR")
+    bind(Path(status["mount"]), prefix, arguments.path.absolute(), arguments.read_only)
 
 
 def _size_model(arguments: argparse.Namespace) -> None:

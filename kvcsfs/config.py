@@ -64,6 +64,28 @@ class AccessRule:
 
 
 @dataclasses.dataclass(frozen=True)
+class Permissions:
+    """Who owns what lies below a prefix ("" for the whole mount) as long as nobody set it. -1: not given.
+
+    `mode` is that of directories; files have it without the bits to search.
+    """
+
+    prefix: str = ""
+    owner: int = -1
+    group: int = -1
+    mode: int = -1
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A second place at which the mount, or one prefix of it, is to be seen."""
+
+    path: Path
+    prefix: str = ""
+    read_only: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
 class Config:
     """The whole configuration of one daemon."""
 
@@ -73,6 +95,10 @@ class Config:
     mount: Path | None = None
     backend: str = "direct"  # or "pooled"
     metrics: str = ""  # address:port, "" for none
+    mount_read_only: bool = False
+    mount_xattrs: bool = False
+    permissions: tuple[Permissions, ...] = ()
+    places: tuple[Place, ...] = ()
     access: tuple[AccessRule, ...] = ()  # none: whoever may connect may do everything
 
 
@@ -84,10 +110,11 @@ def load(file: Path | None, flags: Mapping[str, str | None]) -> Config:
     """
     source = str(file) if file else "command line"
     document = _read(file) if file else {}
-    unknown = sorted(set(document) - {"store", "mountpoints", "access"})
+    unknown = sorted(set(document) - {"store", "mountpoints", "access", "prefixes", "mounts"})
     if unknown:
         raise ConfigError(
-            f"{source}: unknown key {unknown[0]!r}, expected [store], [[mountpoints]] or [[access]]"
+            f"{source}: unknown key {unknown[0]!r}, expected [store], [[mountpoints]], [[access]], [[prefixes]] "
+            "or [[mounts]]"
         )
     store = _table(source, "store", document.get("store", {}), _STORE_KEYS)
     tables = _tables(source, "mountpoints", document, _MOUNTPOINT_KEYS)
@@ -110,7 +137,19 @@ def load(file: Path | None, flags: Mapping[str, str | None]) -> Config:
         if path in paths[:i]:
             raise ConfigError(f"{source}: mountpoints[{i}].path: {path} is used twice")
     access = tuple(_access(f"{source}: access[{i}]", rule) for i, rule in enumerate(rules))
-    return _store(f"{source}: store", store, mountpoints, access)
+    config = _store(f"{source}: store", store, mountpoints, access)
+    prefixes = _tables(source, "prefixes", document, _PREFIX_KEYS)
+    permissions = [_permissions(f"{source}: prefixes[{i}]", t) for i, t in enumerate(prefixes)]
+    mounts = _tables(source, "mounts", document, _PLACE_KEYS)
+    if mounts and config.mount is None:
+        raise ConfigError(
+            f"{source}: mounts: further places need a mount, expected store.mount (--mount DIR)"
+        )
+    return dataclasses.replace(
+        config,
+        permissions=(*config.permissions, *permissions),
+        places=tuple(_place(f"{source}: mounts[{i}]", t) for i, t in enumerate(mounts)),
+    )
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -122,7 +161,12 @@ def _read(file: Path) -> dict[str, Any]:
         raise ConfigError(f"{file}: not valid TOML: {exc}") from exc
 
 
-_STORE_KEYS = frozenset({"socket", "socket_group", "mount", "backend", "metrics"})
+_STORE_KEYS = frozenset(
+    {"socket", "socket_group", "mount", "backend", "metrics"}
+    | {"mount_owner", "mount_group", "mount_mode", "mount_read_only", "mount_xattrs"}
+)
+_PREFIX_KEYS = frozenset({"prefix", "owner", "group", "mode"})
+_PLACE_KEYS = frozenset({"path", "prefix", "read_only"})
 _MOUNTPOINT_KEYS = frozenset(
     {"path", "capacity", "low_watermark", "high_watermark", "io", "durability", "scrub_rate"}
 )
@@ -172,6 +216,9 @@ def _store(
         mount=Path(os.path.abspath(_text(where, "mount", mount))) if mount is not None else None,
         backend=backend,
         metrics=metrics,
+        mount_read_only=_bool(where, "mount_read_only", table.get("mount_read_only", False)),
+        mount_xattrs=_bool(where, "mount_xattrs", table.get("mount_xattrs", False)),
+        permissions=tuple(p for p in [_owned(where, "mount_", "", table)] if p != Permissions()),
         access=access,
     )
 
@@ -186,8 +233,8 @@ def _access(where: str, table: dict[str, Any]) -> AccessRule:
         raise ConfigError(
             f'{where}: expected users or groups, such as users = ["alice", 1001], or ["*"] for everyone'
         )
-    users = _ids(where, "users", table.get("users", []), lambda name: pwd.getpwnam(name).pw_uid)
-    groups = _ids(where, "groups", table.get("groups", []), lambda name: grp.getgrnam(name).gr_gid)
+    users = _ids(where, "users", table.get("users", []), _uid)
+    groups = _ids(where, "groups", table.get("groups", []), _gid)
     if groups is None:
         raise ConfigError(f"{where}.groups: '*' is for users, expected names or numbers of groups")
     rights = {name: table.get(name, True) for name in ("read", "write")}
@@ -195,6 +242,14 @@ def _access(where: str, table: dict[str, Any]) -> AccessRule:
         if not isinstance(value, bool):
             raise ConfigError(f"{where}.{name}: {value!r}: expected true or false")
     return AccessRule(prefix, users, groups, **rights)
+
+
+def _uid(name: str) -> int:
+    return pwd.getpwnam(name).pw_uid
+
+
+def _gid(name: str) -> int:
+    return grp.getgrnam(name).gr_gid
 
 
 def _ids(where: str, key: str, value: Any, resolve: Callable[[str], int]) -> frozenset[int] | None:
@@ -215,6 +270,53 @@ def _ids(where: str, key: str, value: Any, resolve: Callable[[str], int]) -> fro
                 f"{where}.{key}: {item!r} isn't known here, expected a name or a number"
             ) from None
     return frozenset(found)
+
+
+def _permissions(where: str, table: dict[str, Any]) -> Permissions:
+    return _owned(where, "", _prefix(where, table.get("prefix")), table)
+
+
+def _owned(where: str, before: str, prefix: str, table: dict[str, Any]) -> Permissions:
+    owner, group, mode = (table.get(before + name, -1) for name in ("owner", "group", "mode"))
+    return Permissions(
+        prefix,
+        owner if owner == -1 else _id(where, before + "owner", owner, _uid),
+        group if group == -1 else _id(where, before + "group", group, _gid),
+        mode if mode == -1 else _mode(where, before + "mode", mode),
+    )
+
+
+def _id(where: str, key: str, value: Any, resolve: Callable[[str], int]) -> int:
+    (found,) = _ids(where, key, [value], resolve) or (-1,)
+    return found
+
+
+def _place(where: str, table: dict[str, Any]) -> Place:
+    return Place(
+        path=Path(os.path.abspath(_text(where, "path", table.get("path")))),
+        prefix=_prefix(where, table["prefix"]) if "prefix" in table else "",
+        read_only=_bool(where, "read_only", table.get("read_only", False)),
+    )
+
+
+def _prefix(where: str, value: Any) -> str:
+    """The first component of keys, as it is written on the mount."""
+    prefix = _text(where, "prefix", value).removesuffix("/")
+    if "/" in prefix or prefix in ("", ".", ".."):
+        raise ConfigError(f"{where}.prefix: {value!r}: expected the first component of keys, without a slash")
+    return prefix
+
+
+def _mode(where: str, key: str, value: Any) -> int:
+    if not isinstance(value, str) or not re.fullmatch(r"[0-7]{3,4}", value):
+        raise ConfigError(f'{where}.{key}: {value!r}: expected the octal mode of directories, such as "0750"')
+    return int(value, 8)
+
+
+def _bool(where: str, key: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{where}.{key}: {value!r}: expected true or false")
+    return value
 
 
 def _mountpoint(where: str, table: dict[str, Any]) -> MountpointConfig:

@@ -406,14 +406,15 @@ class Engine:
 
     # -- values of unknown size, written by the daemon itself
 
-    async def stage_file(self, session: Session, index: int, name: str) -> Staged:
+    async def stage_file(self, session: Session, index: int, name: str, likely: int = 0) -> Staged:
         """Stage a value that grows: write to `fd` after `grow`, end with `commit_file` or `abort_file`.
 
+        With a `likely` size, there may be bytes of another value wherever nothing was written.
         Raises CapacityError, BackingError, BusyError.
         """
         keys.check(name)
         volume = self.volume(index)
-        staged = await volume.lane.step(volume.stage_file, name, undo=volume.drop_file)
+        staged = await volume.lane.step(volume.stage_file, name, likely, undo=volume.drop_file)
         if session.closed:
             await volume.lane.finish(volume.drop_file, staged)
             raise ReservationError("the session is closed")
@@ -494,6 +495,12 @@ class Engine:
         """
         lane = self.volume(index).lane
         return await lane.step(lane.run, job, *args)
+
+    async def brief_work(self, index: int, job: Callable[[*Ts], T], *args: *Ts) -> T:
+        """Run a face's own file work of microseconds: on the event loop while the file system is prompt."""
+        lane = self.volume(index).lane
+        (result,) = await lane.step(lane.brief, lambda _, parts: [job(*parts[0])], [args])
+        return result
 
     async def close_fds(self, index: int, fds: Sequence[int]) -> None:
         """Close descriptors that came from a batch of a mountpoint."""
@@ -578,6 +585,7 @@ class Engine:
             "version": __version__,
             "uptime_seconds": round(time.time() - self._started, 1),
             "backend": self.config.backend,
+            "mount": str(self.config.mount) if self.config.mount else None,
             "sessions": len(self._sessions),
             "leases": sum(len(s.leases) for s in self._sessions),
             "reservations": sum(len(s.staged) for s in self._sessions),

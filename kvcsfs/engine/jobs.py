@@ -111,6 +111,19 @@ def create_file(store: SlotStore) -> Prepared:
         raise failure(exc, "making an object file") from exc
 
 
+def own_many(store: SlotStore, prepared: Sequence[Prepared]) -> list[Prepared | KvcsError]:
+    """Staged files with descriptors of the daemon's own, which read, too, in place of those for a client."""
+    owned: list[Prepared | KvcsError] = []
+    for slot, fd in prepared:
+        os.close(fd)
+        try:
+            owned.append((slot, store.open_own(slot)))
+        except OSError as exc:
+            _unlinked(store, slot)
+            owned.append(failure(exc, "opening an object file"))
+    return owned
+
+
 def open_many(store: SlotStore, entries: Sequence[Entry]) -> list[int | OSError]:
     """A read-only descriptor for each entry, or why there is none."""
     opened: list[int | OSError] = []
@@ -213,15 +226,23 @@ def examine(store: SlotStore, write: bool) -> tuple[bool, OSError | None]:
 def finish_file(fd: int, size: int, checksum: bytes | None) -> bytes:
     """Give a grown file its final size with padding of zeros, close it, and return the checksum of the value."""
     try:
-        os.ftruncate(fd, size)
-        point("file.cut")
-        allocate(fd, charge(size))
-        point("file.padded")
+        if os.fstat(fd).st_size != charge(size):  # else a slot of the right size was written again
+            os.ftruncate(fd, size)
+            point("file.cut")
+            allocate(fd, charge(size))
+            point("file.padded")
         return checksum if checksum is not None else digest(fd, size)
     except OSError as exc:
         raise failure(exc, "finishing an object file") from exc
     finally:
         os.close(fd)
+
+
+def finish_many(
+    _store: SlotStore, fds: Sequence[int], sizes: Sequence[int], checksums: Sequence[bytes]
+) -> list[bytes]:
+    """Do `finish_file` for files whose checksums are known, as a brief job."""
+    return [finish_file(*columns) for columns in zip(fds, sizes, checksums, strict=True)]
 
 
 def rename(store: SlotStore, entry: Entry, target: Entry | None) -> KvcsError | None:

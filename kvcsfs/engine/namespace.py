@@ -6,6 +6,7 @@ Directories that somebody made, empty files, and owner, mode and times where the
 from __future__ import annotations
 
 import heapq
+import stat
 from collections.abc import Iterator
 from typing import Any
 
@@ -112,6 +113,12 @@ class Namespace:
                 files[key] = {**files[key], **changes}
                 return
         self._values[key] = changes
+
+    def wrote(self, key: str) -> None:
+        """Somebody writes to a file: it loses the bits that make it run as its owner or group. Source: inode(7)."""
+        mode = self.attributes(key).get("mode", 0)
+        if mode & (stat.S_ISUID | stat.S_ISGID):
+            self.set_file(key, {"mode": mode & ~(stat.S_ISUID | stat.S_ISGID)})
 
     def set_empty(self, key: str, written_ns: int) -> None:
         """A file is closed, and has no bytes."""

@@ -11,7 +11,6 @@ import dataclasses
 import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +69,12 @@ class SnapshotWriter:
 
     def __init__(self, store: SlotStore) -> None:
         self._store = store
-        self._file = open("snapshot.new", "wb", opener=partial(_private, directory=store.root))  # noqa: SIM115
+        self._file = open("snapshot.new", "wb", opener=self._private)  # noqa: SIM115 closed by finish
         point("snapshot.begun")
+
+    def _private(self, name: str, flags: int) -> int:
+        """Open by the directory's descriptor: its path may lead elsewhere by now."""
+        return os.open(name, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=self._store.root)
 
     def add(self, block: Sequence[Row]) -> None:
         """Append rows."""
@@ -103,13 +106,13 @@ class SnapshotWriter:
         self._file.write(len(block).to_bytes(4, "little") + xxhash.xxh3_64_digest(block) + block)
 
 
-def _private(path: str, flags: int, directory: int | None = None) -> int:
-    """Open below a directory's descriptor, as its path may lead elsewhere by now; never through a symbolic link."""
-    return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=directory)
+def _plain(path: str, flags: int) -> int:
+    """Open what is no symbolic link: the snapshot of a directory is in it."""
+    return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW)
 
 
 def _blocks(path: Path) -> Iterator[bytes]:
-    with open(path, "rb", opener=_private) as file:
+    with open(path, "rb", opener=_plain) as file:
         while head := file.read(12):
             block = file.read(int.from_bytes(head[:4], "little"))
             if xxhash.xxh3_64_digest(block) != head[4:]:

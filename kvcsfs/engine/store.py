@@ -187,6 +187,10 @@ class SlotStore:
         """A write-only descriptor of a slot for a client."""
         return self._open(slot, os.O_WRONLY | self._client_flags)
 
+    def open_own(self, slot: int) -> int:
+        """A descriptor of a slot that the daemon itself reads and writes, through the cache."""
+        return self._open(slot, os.O_RDWR)
+
     def _open(self, slot: int, flags: int) -> int:
         return os.open(self._path(slot), flags | _FLAGS, dir_fd=self._slots)
 

@@ -435,9 +435,11 @@ class Volume:
 
     # -- files of unknown size, written by the daemon itself
 
-    async def stage_file(self, key: str) -> Staged:
-        """A staged file that grows; `fd` reads and writes it."""
+    async def stage_file(self, key: str, likely: int = 0) -> Staged:
+        """A staged file that grows; `fd` reads and writes it. One of a `likely` size may take a slot of that size."""
         self._check_ready()
+        if likely and (staged := await self._stage_likely(key, likely)):
+            return staged
         await self._reserve_bytes(charge(0))
         try:
             slot, fd = await self.lane.run(jobs.create_file, self.store)
@@ -445,6 +447,21 @@ class Volume:
             self.catalog.unreserve(charge(0))
             raise
         return Staged(self, Entry(key, slot, 0, b"", 0, 0.0, flags_of(key)), charge(0), fd)
+
+    async def _stage_likely(self, key: str, size: int) -> Staged | None:
+        """A slot to be written again for a file that will probably have this size; what is in it is void."""
+        plan = self.catalog.promise([charge(size)], [key])
+        if plan.refused:
+            return None
+        (outcome,) = await self._stage(plan, [charge(size)], await self._make_room(plan))
+        if isinstance(outcome, tuple):
+            (outcome,) = await self.lane.brief(jobs.own_many, [outcome])
+        if isinstance(outcome, tuple):
+            slot, fd = outcome
+            return Staged(self, Entry(key, slot, size, b"", 0, 0.0, flags_of(key)), charge(size), fd)
+        self.catalog.unreserve(charge(size))
+        self._keep_stuck([*plan.recycle.values()])
+        return None
 
     async def grow(self, staged: Staged, size: int) -> None:
         """Reserve for at least `size` bytes, doubling to keep the steps few. Raises CapacityError; nothing changes."""
@@ -490,7 +507,11 @@ class Volume:
 
     async def finish_file(self, staged: Staged, size: int, checksum: bytes | None) -> None:
         """Cut a grown file to its size, give the rest of its reservation back, and set its checksum; closes `fd`."""
-        staged.entry.checksum = await self.lane.run(jobs.finish_file, staged.fd, size, checksum)
+        if checksum is None:
+            checksum = await self.lane.run(jobs.finish_file, staged.fd, size, None)
+        else:
+            (checksum,) = await self.lane.brief(jobs.finish_many, [staged.fd], [size], [checksum])
+        staged.entry.checksum = checksum
         self.catalog.unreserve(staged.charged - charge(size))
         staged.entry.size = size
         staged.charged = charge(size)

@@ -79,7 +79,8 @@ class Coherence:
         if node is not None:
             async with node.lock:
                 entry = await self._tree.engine.find(index, key)
-                if self._tree.is_stale(node, entry) and not node.gone:
+                renamed = node.key != key  # while we waited for its lock
+                if self._tree.is_stale(node, entry) and not (node.gone or renamed):
                     self._invalidate(node)
                     inodes.detach(node, self._tree.recorded(node))
         node = inodes.files.get((index, key))

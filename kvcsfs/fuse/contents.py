@@ -9,7 +9,8 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar, TypeVarTuple
 
 import trio
@@ -25,6 +26,8 @@ from kvcsfs.fuse.writer import Writer
 log = logging.getLogger(__name__)
 
 REQUEST_BYTES = 1 << 20  # FUSE asks for no more at once
+BRIEF_BYTES = 64 << 10  # so many are written to the page cache faster than a thread is woken
+KNOWN_SIZES = 4096
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -40,15 +43,17 @@ class Contents:
         self._session = engine.session(user=-1, quota_share=0)
         self._buffer = bytearray(REQUEST_BYTES)
         self.commit_errors = 0
+        self._likely: dict[tuple[int, str, str], int] = {}
 
     async def _thread(self, node: File, job: Callable[[*Ts], T], *args: *Ts) -> T:
         """Run file work in a thread of a file's mountpoint. Raises CapacityError, BackingError."""
-        try:
+        with _backing_errors():
             return await self._engine.work(node.index, job, *args)
-        except OSError as exc:
-            if exc.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise CapacityError(f"the backing file system is full: {exc.strerror}") from exc
-            raise BackingError(f"a staged file: {exc.strerror}") from exc
+
+    async def _brief(self, node: File, job: Callable[[*Ts], T], *args: *Ts) -> T:
+        """Run file work of microseconds. Raises CapacityError, BackingError."""
+        with _backing_errors():
+            return await self._engine.brief_work(node.index, job, *args)
 
     # -- handles
 
@@ -148,7 +153,12 @@ class Contents:
             handle.flushed = False
             self._unsettle(node)
             writer = await self._grown(node, end)
-            await self._thread(node, writer.put, data, offset)
+            if len(data) > BRIEF_BYTES:
+                await self._thread(node, writer.put, data, offset)
+            else:
+                await self._brief(node, writer.put, data, offset)
+            if not node.gone:
+                self._namespace(node.index).wrote(node.key)
         return len(data)
 
     async def truncate(self, node: File, size: int) -> None:
@@ -179,7 +189,10 @@ class Contents:
         """The writer of a file, with room for `size` bytes. It begins with a copy of the entry, if there is one."""
         writer = node.writer or Writer()
         if writer.staged is None and (size or (node.writer is None and node.entry)):
-            writer.staged = await self._engine.stage_file(self._session, node.index, node.key)
+            likely = self._likely.get(_kind(node), 0)
+            writer.staged = await self._engine.stage_file(
+                self._session, node.index, node.key, likely if likely >= size else 0
+            )
         try:
             assert writer.staged is not None or not size
             if writer.staged is not None:
@@ -260,6 +273,9 @@ class Contents:
         if opened.lease:
             node.lease, node.fd = opened.lease, opened.fds[0]
         self._namespace(node.index).set_value(node.key, writer.mtime_ns)
+        if len(self._likely) >= KNOWN_SIZES:
+            self._likely.clear()
+        self._likely[_kind(node)] = writer.size
 
     async def _empty(self, node: File, writer: Writer) -> None:
         """A file without bytes is no value. The key may hold another's, over which this one was renamed."""
@@ -337,3 +353,20 @@ class Contents:
                 except KvcsError as exc:
                     log.warning("%r was not stored: %s", node.key, exc)
         await self._engine.close_session(self._session)
+
+
+def _kind(node: File) -> tuple[int, str, str]:
+    """What files of one size have in common: their mountpoint, first component and suffix."""
+    _, dot, suffix = node.key[node.key.rfind("/") + 1 :].rpartition(".")
+    return node.index, node.key.partition("/")[0], suffix[-16:] if dot else ""
+
+
+@contextmanager
+def _backing_errors() -> Iterator[None]:
+    """Turn an OSError of file work into an error of ours."""
+    try:
+        yield
+    except OSError as exc:
+        if exc.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise CapacityError(f"the backing file system is full: {exc.strerror}") from exc
+        raise BackingError(f"a staged file: {exc.strerror}") from exc

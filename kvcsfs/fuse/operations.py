@@ -8,7 +8,7 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import pyfuse3
 from pyfuse3 import (
@@ -24,10 +24,12 @@ from pyfuse3 import (
     RequestContext,
     SetattrFields,
     StatvfsData,
+    XAttrNameT,
 )
 
+from kvcsfs.config import Permissions
 from kvcsfs.engine.entry import BLOCK
-from kvcsfs.fuse import names
+from kvcsfs.fuse import names, xattrs
 from kvcsfs.fuse.contents import Contents
 from kvcsfs.fuse.handles import DirectoryHandle, FileHandle, Handles
 from kvcsfs.fuse.inodes import HUB, Directory, File, Link, Node
@@ -41,21 +43,29 @@ log = logging.getLogger(__name__)
 class Operations(pyfuse3.Operations):
     """The handlers of one mount.
 
-    Left out, so that the kernel stops asking after the first ENOSYS: access (default_permissions decides) and
-    extended attributes (with getxattr answered, every write asks for security.capability first).
+    Left out, so that the kernel stops asking after the first ENOSYS: access (default_permissions decides) and, unless
+    `with_xattrs`, extended attributes: with getxattr answered, `ls -l` asks for each file, and every write through a
+    descriptor that also reads asks for security.capability first.
     """
 
     supports_dot_lookup = False
     enable_writeback_cache = False
     enable_acl = False
 
-    def __init__(self, tree: Tree, contents: Contents) -> None:
+    def __init__(
+        self,
+        tree: Tree,
+        contents: Contents,
+        permissions: Iterable[Permissions] = (),
+        with_xattrs: bool = False,
+    ) -> None:
         super().__init__()
         self._tree = tree
         self._inodes = tree.inodes
         self._contents = contents
         self._renames = Renames(tree, contents)
-        self._usual = Usual()
+        self._usual = Usual(permissions)
+        self._with_xattrs = with_xattrs
         self._files: Handles[FileHandle] = Handles()
         self._directories: Handles[DirectoryHandle] = Handles()
 
@@ -181,7 +191,7 @@ class Operations(pyfuse3.Operations):
         path = self._tree.path_of_new(parent, name, "/")
         now = time.time_ns()
         recorded = {
-            **self._usual.unusual(mode, ctx, 0o755),
+            **self._usual.unusual(path, self._attributes(parent), mode, ctx),
             "mtime_ns": now,
             "ctime_ns": now,
             "atime_ns": now,
@@ -259,7 +269,8 @@ class Operations(pyfuse3.Operations):
             info = await self._opened(file, flags)
             return info, self._found(file)
         key = self._tree.path_of_new(parent, name)
-        self._tree.namespace(parent.index).create(key, self._usual.unusual(mode, ctx, 0o644))
+        recorded = self._usual.unusual(key, self._attributes(parent), mode, ctx)
+        self._tree.namespace(parent.index).create(key, recorded)
         file = await self._made(parent, name, key)
         self._tree.changed(parent)
         # Truncating is what gives it a writer, and so a commit at its last release.
@@ -284,8 +295,13 @@ class Operations(pyfuse3.Operations):
     async def _opened(self, file: File, flags: int) -> FileInfo:
         writable = flags & os.O_ACCMODE != os.O_RDONLY
         handle = await self._contents.open(file, writable, bool(flags & os.O_TRUNC))
-        # One inode, one content: pages that the kernel has of it are right.
-        return FileInfo(fh=FileHandleT(self._files.add(handle)), keep_cache=True)
+        # One inode, one content: pages that the kernel has of it are right. What only writes can't be mapped, and
+        # past the kernel's cache it writes faster, takes memory once, and asks for no security.capability.
+        return FileInfo(
+            fh=FileHandleT(self._files.add(handle)),
+            keep_cache=True,
+            direct_io=flags & os.O_ACCMODE == os.O_WRONLY,
+        )
 
     @posix_errors
     async def read(self, fh: FileHandleT, off: int, size: int) -> bytes:
@@ -338,6 +354,22 @@ class Operations(pyfuse3.Operations):
         """Rename a file, replacing another; or a directory that has nothing in it."""
         old_parent, new_parent = self._directory(parent_inode_old), self._directory(parent_inode_new)
         await self._renames.rename(old_parent, name_old, new_parent, name_new, flags)
+
+    # -- extended attributes
+
+    @posix_errors
+    async def getxattr(self, inode: InodeT, name: XAttrNameT, ctx: RequestContext) -> bytes:
+        """The value of one."""
+        if not self._with_xattrs:
+            raise FUSEError(errno.ENOSYS)
+        return await xattrs.value(self._tree, self._node(inode), name)
+
+    @posix_errors
+    async def listxattr(self, inode: InodeT, ctx: RequestContext) -> Sequence[XAttrNameT]:
+        """None is listed, so that no copy carries them along as if they were content."""
+        if not self._with_xattrs:
+            raise FUSEError(errno.ENOSYS)
+        return []
 
     # -- what a store of values has not
 

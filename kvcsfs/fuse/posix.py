@@ -8,12 +8,13 @@ import logging
 import os
 import stat
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, ParamSpec, TypeVar
 
 import pyfuse3
 from pyfuse3 import EntryAttributes, FUSEError, RequestContext, SetattrFields
 
+from kvcsfs.config import Permissions
 from kvcsfs.engine.entry import charge
 from kvcsfs.engine.namespace import Attributes
 from kvcsfs.errors import KvcsError
@@ -24,9 +25,8 @@ log = logging.getLogger(__name__)
 # What the kernel may remember, in seconds. Nothing changes behind its back but by another value of a key, or none,
 # and then it is told (coherence.py).
 TIMEOUT = 300.0
-FILE_MODE, DIRECTORY_MODE = 0o644, 0o755
-# What programs take as the size of their buffers; one request of the kernel's read-ahead.
-IO_BYTES = 128 << 10
+# What programs take as the size of their buffers: the most that one request carries.
+IO_BYTES = 1 << 20
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -56,30 +56,55 @@ def posix_errors(handler: Callable[P, Coroutine[Any, Any, R]]) -> Callable[P, Co
 
 
 class Usual:
-    """What a file or directory has as long as nobody set it: the daemon's owner, the usual modes, its start."""
+    """What a file or directory has as long as nobody set it: owner, group and mode of its prefix, the daemon's start.
 
-    def __init__(self) -> None:
-        self.uid, self.gid = os.geteuid(), os.getegid()
+    What the configuration leaves open is the daemon's own owner and group, and mode 0755.
+    """
+
+    def __init__(self, permissions: Iterable[Permissions] = ()) -> None:
         self.started_ns = time.time_ns()
+        given = {p.prefix: p for p in permissions}
+        whole = _over(given.pop("", Permissions()), Permissions("", os.geteuid(), os.getegid(), 0o755))
+        self._whole = whole
+        self._prefixes = {prefix: _over(p, whole) for prefix, p in given.items()}
 
-    def unusual(self, mode: int, ctx: RequestContext, usual_mode: int) -> Attributes:
-        """What must be recorded of something new, made by the process of a request."""
-        found = {"mode": stat.S_IMODE(mode), "uid": ctx.uid, "gid": ctx.gid}
-        usual = {"mode": usual_mode, "uid": self.uid, "gid": self.gid}
-        return {name: value for name, value in found.items() if value != usual[name]}
+    def of(self, path: str) -> Permissions:
+        """Owner, group and directory mode that are usual at a key or a directory."""
+        return self._prefixes.get(path.partition("/")[0], self._whole) if self._prefixes else self._whole
+
+    def unusual(self, path: str, parent: EntryAttributes, mode: int, ctx: RequestContext) -> Attributes:
+        """What must be recorded of a new file, or of a directory (its path ends with "/"), that a process makes.
+
+        A directory with the set-group-ID bit gives its group on, and to directories that bit. Source: inode(7).
+        """
+        usual, gid, mode = self.of(path), ctx.gid, stat.S_IMODE(mode)
+        is_directory = path.endswith("/")
+        if parent.st_mode & stat.S_ISGID:
+            gid = parent.st_gid
+            mode |= stat.S_ISGID if is_directory else 0
+        found = {"mode": mode, "uid": ctx.uid, "gid": gid}
+        same = {
+            "mode": usual.mode if is_directory else file_mode(usual),
+            "uid": usual.owner,
+            "gid": usual.group,
+        }
+        return {name: value for name, value in found.items() if value != same[name]}
 
     def attributes(self, node: Node, recorded: Attributes) -> EntryAttributes:
         """The attributes of a node, of which `recorded` were set."""
+        if isinstance(node, Link):
+            return self._of_link(node)
         attr = EntryAttributes()
+        usual = self.of(node.key if isinstance(node, File) else node.path)
         attr.st_ino = pyfuse3.InodeT(node.number)
         attr.entry_timeout = attr.attr_timeout = TIMEOUT
-        attr.st_uid, attr.st_gid = recorded.get("uid", self.uid), recorded.get("gid", self.gid)
+        attr.st_uid, attr.st_gid = recorded.get("uid", usual.owner), recorded.get("gid", usual.group)
         attr.st_blksize = IO_BYTES
         # One link for a directory, as btrfs has: `find` must not conclude from the number that it has no directories.
         attr.st_nlink = 0 if isinstance(node, File) and node.gone else 1
+        created = used = self.started_ns
         if isinstance(node, File):
-            mode, usual = stat.S_IFREG, FILE_MODE
-            created = used = self.started_ns
+            mode = stat.S_IFREG | recorded.get("mode", file_mode(usual))
             if node.writer is not None:
                 created = used = node.writer.mtime_ns
                 if recorded.get("ctime_ns", 0) < created:  # times that were set before the last write
@@ -89,14 +114,33 @@ class Usual:
             attr.st_size = node.size
             attr.st_blocks = charge(node.size) // 512 if node.size else 0
         else:
-            mode, usual = (stat.S_IFLNK, 0o777) if isinstance(node, Link) else (stat.S_IFDIR, DIRECTORY_MODE)
-            created = used = self.started_ns
-            attr.st_size = len(node.target) if isinstance(node, Link) else 0
-        attr.st_mode = pyfuse3.ModeT(mode | recorded.get("mode", usual))
+            mode = stat.S_IFDIR | recorded.get("mode", usual.mode)
+        attr.st_mode = pyfuse3.ModeT(mode)
         attr.st_mtime_ns = recorded.get("mtime_ns", created)
         attr.st_ctime_ns = max(recorded.get("ctime_ns", 0), created)
         attr.st_atime_ns = recorded.get("atime_ns", used)
         return attr
+
+    def _of_link(self, link: Link) -> EntryAttributes:
+        attr = EntryAttributes()
+        attr.st_ino = pyfuse3.InodeT(link.number)
+        attr.entry_timeout = attr.attr_timeout = TIMEOUT
+        attr.st_mode = pyfuse3.ModeT(stat.S_IFLNK | 0o777)
+        attr.st_uid, attr.st_gid = self._whole.owner, self._whole.group
+        attr.st_nlink, attr.st_size = 1, len(link.target)
+        attr.st_mtime_ns = attr.st_ctime_ns = attr.st_atime_ns = self.started_ns
+        return attr
+
+
+def _over(given: Permissions, base: Permissions) -> Permissions:
+    """Permissions in which what isn't given is that of `base`."""
+    pairs = zip((given.owner, given.group, given.mode), (base.owner, base.group, base.mode), strict=True)
+    return Permissions(given.prefix, *(mine if mine >= 0 else other for mine, other in pairs))
+
+
+def file_mode(usual: Permissions) -> int:
+    """The mode of files that follows from that of directories: without the bits to search and to inherit."""
+    return usual.mode & 0o666
 
 
 def changes(attr: EntryAttributes, fields: SetattrFields, now_ns: int) -> Attributes:

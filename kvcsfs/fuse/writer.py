@@ -16,6 +16,7 @@ COPY_CHUNK = 1 << 20
 class Writer:
     """A content being written. `staged` comes with the first byte; without it the file is empty.
 
+    Behind `size` the staged file may hold bytes of another value: they are cut off before anything skips them.
     The checksum streams as long as writes follow one another: `_hashed` bytes are in `_hash`; None once one didn't.
     """
 
@@ -39,6 +40,8 @@ class Writer:
 
     def put(self, data: bytes | memoryview, offset: int) -> None:
         """Write all of `data`. Raises OSError."""
+        if offset > self.size:
+            os.ftruncate(self.fd, self.size)
         view = memoryview(data)
         done = 0
         while done < len(view):
@@ -62,6 +65,7 @@ class Writer:
     def cut(self, size: int) -> None:
         """Set the size; what is added reads as zeros. Raises OSError."""
         if self.staged is not None:
+            os.ftruncate(self.fd, min(size, self.size))
             os.ftruncate(self.fd, size)
         if size == 0:
             self._hash, self._hashed = xxhash.xxh3_128(), 0

@@ -4,22 +4,26 @@ In the test's own process every file call would wait for a loop that waits for t
 requests are JSON lines on stdin, each answered by one on stdout; end of stdin stops it.
 """
 
+import collections
+import functools
 import json
 import logging
 import os
 import subprocess
 import sys
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Self
 
 import trio
 import xxhash
 
-from kvcsfs.config import Config, MountpointConfig
+from kvcsfs.config import Config, MountpointConfig, Permissions, Place
 from kvcsfs.engine.engine import Engine
 from kvcsfs.engine.session import Staged
 from kvcsfs.errors import ConfigError
 from kvcsfs.fuse.mount import Mount
+from kvcsfs.fuse.operations import Operations
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -27,9 +31,17 @@ ROOT = Path(__file__).resolve().parents[2]
 class Mounted:
     """The test's end: `put`, `get` ... act on the engine, `path` is the mount."""
 
-    def __init__(self, data: Path, path: Path, capacity: int = 64 << 20, mountpoints: int = 1) -> None:
+    def __init__(
+        self,
+        data: Path,
+        path: Path,
+        capacity: int = 64 << 20,
+        mountpoints: int = 1,
+        **options: Any,  # fields of Config, lists of tables as in the file
+    ) -> None:
         self.path = path
         self._arguments = [sys.executable, __file__, str(data), str(path), str(capacity), str(mountpoints)]
+        self._arguments.append(json.dumps(options))
         self.start()
 
     def start(self) -> None:
@@ -81,6 +93,12 @@ class Mounted:
         """Evict everything below a prefix."""
         self.call("evict", prefix=prefix)
 
+    def requests(self) -> dict[str, int]:
+        """How many requests of which kind the kernel has sent since the last call."""
+        found = self.call("requests")
+        assert isinstance(found, dict)
+        return found
+
     def stop(self) -> str:
         """Stop as SIGTERM does, and return what was logged at WARNING or above."""
         _, log = self.process.communicate(timeout=20)
@@ -93,15 +111,42 @@ class Mounted:
         self.process.communicate()
 
 
+counts: collections.Counter[str] = collections.Counter()
+
+
+def counted(name: str, handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    """A handler that counts its requests; what was asked of an unknown attribute, by its name."""
+
+    @functools.wraps(handler)
+    async def call(*args: Any) -> Any:
+        counts[f"{name} {args[2].decode()}" if name == "getxattr" else name] += 1
+        return await handler(*args)
+
+    return call
+
+
+def count_requests() -> None:
+    """Count every request of the kernel, those that aren't answered too."""
+    for name in dir(Operations):
+        handler = getattr(Operations, name)
+        if not name.startswith("_") and callable(handler) and name not in ("init", "stacktrace"):
+            setattr(Operations, name, counted(name, handler))
+
+
 class Server:
     """The other end: an engine, a mount, and what requests do to them."""
 
-    def __init__(self, data: Path, path: Path, capacity: int, count: int) -> None:
+    def __init__(self, data: Path, path: Path, capacity: int, count: int, options: dict[str, Any]) -> None:
         folders = [data / str(i) for i in range(count)]
         for folder in folders:
             folder.mkdir(parents=True, exist_ok=True)
         backend = "pooled" if count > 1 else "direct"
-        self.engine = Engine(Config(tuple(MountpointConfig(f, capacity) for f in folders), backend=backend))
+        permissions = tuple(Permissions(**given) for given in options.pop("permissions", []))
+        places = tuple(Place(Path(given.pop("path")), **given) for given in options.pop("places", []))
+        mountpoints = tuple(MountpointConfig(f, capacity) for f in folders)
+        self.engine = Engine(
+            Config(mountpoints, backend=backend, permissions=permissions, places=places, **options)
+        )
         self.session = self.engine.session(0)
         self.mount = Mount(self.engine, path)
 
@@ -142,6 +187,12 @@ class Server:
     async def evict(self, prefix: str) -> tuple[int, int]:
         return await self.engine.evict(0, prefix, 0)
 
+    async def requests(self) -> dict[str, int]:
+        found = dict(counts)
+        counts.clear()
+        found.pop("forget", None)  # it comes when the kernel likes
+        return found
+
     async def status(self) -> dict[str, Any]:
         return self.engine.status()
 
@@ -162,10 +213,11 @@ class Server:
 
 def main() -> None:
     """Serve; a failure to start is one line."""
-    data, path, capacity, count = sys.argv[1:]
+    data, path, capacity, count, options = sys.argv[1:]
+    count_requests()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s %(message)s")
     try:
-        trio.run(Server(Path(data), Path(path), int(capacity), int(count)).serve)
+        trio.run(Server(Path(data), Path(path), int(capacity), int(count), json.loads(options)).serve)
     except* ConfigError as group:
         found: BaseException = group
         while isinstance(found, BaseExceptionGroup):

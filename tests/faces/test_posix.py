@@ -241,6 +241,44 @@ def test_ftruncate_up_and_down_leaves_zeros(store, folder):
     assert path.read_bytes() == bytes(8)
 
 
+def test_a_slot_that_is_written_again_shows_nothing_of_what_was_in_it(store, folder):
+    size = 100_000
+    zeros: bytes = bytes(size)
+    ones: bytes = b"\xff" * size
+
+    def gap(fd: int) -> bytes:
+        os.pwrite(fd, b"a" * 10, 0)
+        os.pwrite(fd, b"b" * 10, size - 10)
+        return b"a" * 10 + zeros[20:] + b"b" * 10
+
+    def longer(fd: int) -> bytes:
+        os.pwrite(fd, b"a" * 10, 0)
+        os.ftruncate(fd, size)
+        return b"a" * 10 + zeros[10:]
+
+    def shorter(fd: int) -> bytes:
+        os.pwrite(fd, ones, 0)
+        os.ftruncate(fd, 10)
+        os.ftruncate(fd, 5000)
+        return ones[:10] + zeros[:4990]
+
+    def beyond(fd: int) -> bytes:
+        os.pwrite(fd, b"a" * (size + 1), 0)
+        os.pwrite(fd, b"b", 2 * size)
+        return bytes(b"a" * (size + 1) + zeros[:-1] + b"b")
+
+    for fill in (gap, longer, shorter, beyond, lambda fd: b"c" * os.pwrite(fd, b"c" * size, 0)):
+        old, new = folder / "old", folder / "new"
+        for _ in range(2):  # the second has the likely size; what it replaces is a free slot
+            old.write_bytes(ones)
+        fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        expected = fill(fd)
+        assert os.pread(fd, 3 * size, 0) == expected
+        os.close(fd)
+        assert store.get(key(new, store)) == expected
+        store.call("check")
+
+
 def test_reading_while_somebody_writes(folder):
     path = folder / "v"
     with open(path, "wb", buffering=0) as writer:
@@ -376,6 +414,21 @@ def test_rename_while_it_is_open_for_writing(store, folder):
     assert (folder / "x").read_bytes() == b"onetwo"
     os.close(fd)
     assert store.get(key(folder / "x", store)) == b"onetwo"
+
+
+def test_a_renamed_file_stays_what_its_open_handles_write_to(store, folder):
+    for i in range(30):
+        old, new = folder / f"old{i}", folder / f"new{i}"
+        old.write_bytes(b"value")
+        new.write_bytes(b"x" * MIB)  # whose slot takes a while to be reclaimed
+        fd = os.open(old, os.O_RDWR)
+        os.rename(old, new)
+        store.call("status")  # what watches the store has its turn
+        os.pwrite(fd, b"newer", 0)
+        assert os.fstat(fd).st_nlink == 1
+        os.close(fd)
+        assert new.read_bytes() == b"newer"
+        assert store.get(key(new, store)) == b"newer"
 
 
 def test_rename_over_files_in_every_state(store, folder):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import grp
 from pathlib import Path
 
 import pytest
@@ -96,19 +97,55 @@ def _mountpoint(line: str) -> str:
     return f'[[mountpoints]]\npath = "DATA"\n{line}\n'
 
 
+def _store(lines: str) -> str:
+    return _mountpoint('capacity = "1GiB"') + f"[store]\n{lines}\n"
+
+
+def test_owners_modes_and_places_of_the_mount(tmp_path):
+    found = load(
+        tmp_path,
+        f"""
+        [store]
+        mount = "{tmp_path}/mnt"
+        mount_owner = "root"
+        mount_mode = "0750"
+        mount_read_only = true
+        [[mountpoints]]
+        path = "{tmp_path}/data"
+        capacity = "1GiB"
+        [[prefixes]]
+        prefix = "tenant-a/"
+        owner = 1000
+        group = "daemon"
+        [[mounts]]
+        path = "{tmp_path}/a"
+        prefix = "tenant-a"
+        read_only = true
+        """,
+    )
+    daemon = grp.getgrnam("daemon").gr_gid
+    assert found.permissions == (
+        config.Permissions("", owner=0, mode=0o750),
+        config.Permissions("tenant-a", owner=1000, group=daemon),
+    )
+    assert found.mount_read_only
+    assert not found.mount_xattrs
+    assert found.places == (config.Place(tmp_path / "a", "tenant-a", read_only=True),)
+
+
 @pytest.mark.parametrize(
     ("text", "key", "expected"),
     [
         ("", "", "no data directory; give --data DIR"),
         ("= nonsense", "", "not valid TOML"),
-        ("[sotre]", "'sotre'", "expected [store], [[mountpoints]] or [[access]]"),
+        ("[sotre]", "'sotre'", "expected [store], [[mountpoints]], [[access]], [[prefixes]]"),
         ("store = 1", "store", "expected a table"),
         ("mountpoints = 1", "mountpoints", "expected [[mountpoints]] tables"),
         ("mountpoints = [1]", "mountpoints[0]", "expected a table"),
         (
             '[store]\nsokcet = "/x"',
             "store.sokcet",
-            "expected one of backend, metrics, mount, socket, socket_group",
+            "expected one of backend, metrics, mount, mount_group",
         ),
         ('[store]\n"a\\nb" = 1', "a\\nb", "expected one of"),
         (_mountpoint('capacity = "1GiB"\nsize = 1'), "mountpoints[0].size", "expected one of capacity,"),
@@ -168,6 +205,15 @@ def _mountpoint(line: str) -> str:
             "expected ADDR:PORT",
         ),
         (_mountpoint('capacity = "1GiB"') * 2, "mountpoints[1].path", "is used twice"),
+        (_store("mount_mode = 750"), "store.mount_mode", 'octal mode of directories, such as "0750"'),
+        (_store('mount_owner = "nobody-of-that-name"'), "store.mount_owner", "expected a name or a number"),
+        (_store("mount_group = -5"), "store.mount_group", "expected a name or a number"),
+        (_store("mount_read_only = 1"), "store.mount_read_only", "expected true or false"),
+        (_store("[[prefixes]]\nowner = 1"), "prefixes[0].prefix", "expected a text"),
+        (_store('[[prefixes]]\nprefix = "a/b"'), "prefixes[0].prefix", "the first component of keys"),
+        (_store('[[prefixes]]\nprefix = "a"\nmode = "0999"'), "prefixes[0].mode", "octal mode"),
+        (_store('[[mounts]]\npath = "/x"'), "mounts", "expected store.mount"),
+        (_store('mount = "/m"\n[[mounts]]\nprefix = "a"'), "mounts[0].path", "expected a text"),
     ],
 )
 def test_an_error_names_file_key_and_what_was_expected(tmp_path, text, key, expected):

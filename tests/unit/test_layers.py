@@ -52,7 +52,12 @@ LAYERS = (
             "kvcsfs.engine.scrub",
         )
     ),
-    Layer("kvcsfs.fuse", ("kvcsfs.fuse", "kvcsfs.engine", "kvcsfs.errors"), ("pyfuse3", "trio", "xxhash")),
+    Layer("kvcsfs.mounts", ("kvcsfs.errors",)),
+    Layer(
+        "kvcsfs.fuse",
+        ("kvcsfs.fuse", "kvcsfs.engine", "kvcsfs.mounts", "kvcsfs.config", "kvcsfs.errors"),
+        ("pyfuse3", "trio", "xxhash"),
+    ),
     Layer(
         "kvcsfs.batch",
         ("kvcsfs.engine", "kvcsfs.wire", "kvcsfs.errors"),
@@ -72,6 +77,7 @@ LAYERS = (
         (
             "kvcsfs.daemon",
             "kvcsfs.control",
+            "kvcsfs.mounts",
             "kvcsfs.verify",
             "kvcsfs.fsck",
             "kvcsfs.config",
