@@ -125,6 +125,8 @@ class Engine:
                         yield
                     finally:
                         nursery.cancel_scope.cancel()
+                        for volume in self.volumes:
+                            volume.lane.end()
             finally:
                 gc.enable()
                 with trio.CancelScope(shield=True):

@@ -61,7 +61,7 @@ class Lane:
         self._asked: float | None = None  # when the oldest probe without an answer was sent
         self._probed = 0.0
         self._nursery: trio.Nursery | None = None
-        self._stopping = False
+        self._ending = self._stopping = False
         self._look = trio.Event()
 
     # -- work
@@ -142,7 +142,7 @@ class Lane:
                 await outcome.ready.wait()
         finally:
             self._waiting.discard(outcome)
-        if outcome.error is not None:
+        if outcome.error is not None and not outcome.left:
             raise outcome.error
         return outcome
 
@@ -191,14 +191,17 @@ class Lane:
                         await self._look.wait()
                     self._look = trio.Event()
                     self._watch(nursery)
-                    if self._stopping and self.hung:
-                        break
-                for scope in list(self._out):
-                    scope.cancel()
+                    if self._ending and self.hung:
+                        for scope in list(self._out):
+                            scope.cancel()
                 nursery.cancel_scope.cancel()
 
+    def end(self) -> None:
+        """The engine stops: from now on work that hangs is given up, what waits for it too."""
+        self._ending = True
+
     def stop(self) -> None:
-        """Let `run` end."""
+        """Let `serve` end."""
         self._stopping = True
         self._look.set()
 

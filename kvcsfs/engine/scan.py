@@ -24,6 +24,7 @@ FOLDERS = 256
 MAX_SLOT = 1 << 63  # what a snapshot can hold
 PARALLEL_ENTRIES = 50_000  # fewer are read before other processes have started
 PROCESSES = 8
+SAMPLE = 8  # folders that tell how many there are; slots may come to every second folder alone
 _NO_FILE = frozenset({errno.EISDIR, errno.ELOOP, errno.ESPIPE, errno.ENXIO, errno.ENOENT})
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 
@@ -94,17 +95,20 @@ def _read_slot(directory: int, name: str, slot: int, found: Folder) -> None:
 
 def scan(slots: Path) -> Iterator[Folder]:
     """Yield every folder, in order. Raises OSError."""
-    first = read_folder(slots, 0)
-    yield first
-    if FOLDERS * len(first.rows) < PARALLEL_ENTRIES:
-        for number in range(1, FOLDERS):
+    rows = 0
+    for number in range(SAMPLE):
+        folder = read_folder(slots, number)
+        rows += len(folder.rows)
+        yield folder
+    if rows * FOLDERS // SAMPLE < PARALLEL_ENTRIES:
+        for number in range(SAMPLE, FOLDERS):
             yield read_folder(slots, number)
         return
     with contextlib.ExitStack() as stack:
         count = min(len(os.sched_getaffinity(0)), PROCESSES)
-        pipes = [stack.enter_context(_reader(slots, 1 + i, count)) for i in range(count)]
-        for number in range(1, FOLDERS):
-            pipe = pipes[(number - 1) % count]
+        pipes = [stack.enter_context(_reader(slots, SAMPLE + i, count)) for i in range(count)]
+        for number in range(SAMPLE, FOLDERS):
+            pipe = pipes[(number - SAMPLE) % count]
             # A process that failed is done without.
             yield (pipe and _receive(pipe)) or read_folder(slots, number)
 

@@ -228,6 +228,22 @@ async def test_a_stop_in_the_middle_of_a_hang_is_bounded(tmp_path, backing, expe
     backing.go()
 
 
+async def test_a_stop_while_background_work_hangs_is_bounded(tmp_path, backing, expected_warnings):
+    expected_warnings.append("doesn't answer")
+    async with two(tmp_path) as engine:
+        session = engine.session(0)
+        assert await put(engine, session, "k", VALUE, HUNG) is None
+        opened = await engine.open_many(session, HUNG, ["k"])
+        await engine.delete_many(HUNG, ["k"])
+        backing.hang()
+        engine.release(session, opened.lease)  # its slot is reclaimed in the background
+        while not engine.volumes[HUNG].lane._out:
+            await trio.sleep(0.001)
+        begun = time.monotonic()
+    assert time.monotonic() - begun < LIMIT
+    backing.go()
+
+
 PATIENCE = """
 from kvcsfs.engine import lane
 lane.LATE_SECONDS = lane.PROBE_SECONDS = 0.3

@@ -27,7 +27,7 @@ class Systemd:
     def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.socket.bind(str(path))
-        self.socket.settimeout(10)
+        self.socket.settimeout(60)
         monkeypatch.setenv("NOTIFY_SOCKET", str(path))
 
     def until(self, text: str) -> str:
@@ -60,7 +60,7 @@ def state(path: Path) -> tuple[str, int, float]:
 async def serve(settings: object, user: object) -> None:
     """Run the daemon in this process, `user` beside it in a thread; then stop it as systemd does."""
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(daemon._serve, settings)
+        nursery.start_soon(daemon._serve, lambda: settings)
         await trio.to_thread.run_sync(user)
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -84,7 +84,7 @@ async def test_the_daemon_answers_and_tells_while_it_recovers(tmp_path, monkeypa
         systemd.until("STATUS=serving, socket=")
         assert state(settings.socket)[0] == "ready"
 
-    with trio.fail_after(20):
+    with trio.fail_after(60):
         await serve(settings, user)
     assert "kvcsfs ready socket=" in capsys.readouterr().out
 
@@ -109,6 +109,15 @@ def test_processes_read_a_large_store(tmp_path, monkeypatch, broken):
     alone = [scan.read_folder(tmp_path / "slots", i) for i in range(scan.FOLDERS)]
     if broken:
         monkeypatch.setattr("sys.executable", "/bin/false")
+    here: list[int] = []
+    real = scan.read_folder
+
+    def counted(slots: Path, number: int) -> scan.Folder:
+        here.append(number)
+        return real(slots, number)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(scan, "read_folder", counted)
     assert list(scan.scan(tmp_path / "slots")) == alone
+    assert here == list(range(scan.FOLDERS if broken else scan.SAMPLE))
     assert sum(len(folder.rows) for folder in alone) == 600
     store.close()

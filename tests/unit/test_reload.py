@@ -30,6 +30,7 @@ async def test_a_smaller_capacity_evicts_the_oldest_at_once(tmp_path):
         with trio.fail_after(5):
             while engine.status()["mountpoints"][0]["used_bytes"] > 1.5 * (1 << 20):
                 await trio.sleep(0.001)
+        assert bytes_on_disk(tmp_path / "data0") <= 1.5 * (1 << 20)
         assert await keys(engine) == [f"k{i:02}" for i in range(10, 16)], "a quarter is kept free"
         assert (await engine.space(0))[0] == 2 << 20
         assert await put(engine, session, "new", b"x" * VALUE) is None
