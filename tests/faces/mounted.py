@@ -94,7 +94,10 @@ class Mounted:
         self.call("evict", prefix=prefix)
 
     def requests(self) -> dict[str, int]:
-        """How many requests of which kind the kernel has sent since the last call."""
+        """How many requests of which kind the kernel has sent since the last call, once every file is released.
+
+        A release comes after close() has returned.
+        """
         found = self.call("requests")
         assert isinstance(found, dict)
         return found
@@ -112,6 +115,7 @@ class Mounted:
 
 
 counts: collections.Counter[str] = collections.Counter()
+held = {"files": 0}  # open handles
 
 
 def counted(name: str, handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
@@ -120,7 +124,9 @@ def counted(name: str, handler: Callable[..., Awaitable[Any]]) -> Callable[..., 
     @functools.wraps(handler)
     async def call(*args: Any) -> Any:
         counts[f"{name} {args[2].decode()}" if name == "getxattr" else name] += 1
-        return await handler(*args)
+        result = await handler(*args)
+        held["files"] += {"open": 1, "create": 1, "release": -1}.get(name, 0)
+        return result
 
     return call
 
@@ -188,6 +194,8 @@ class Server:
         return await self.engine.evict(0, prefix, 0)
 
     async def requests(self) -> dict[str, int]:
+        while held["files"]:
+            await trio.sleep(0.001)
         found = dict(counts)
         counts.clear()
         found.pop("forget", None)  # it comes when the kernel likes
