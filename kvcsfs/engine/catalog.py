@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
-from kvcsfs.engine.entry import Entry, charge
+from kvcsfs.engine.entry import Entry
 from kvcsfs.engine.index import Index
 from kvcsfs.engine.ledger import Ledger
 from kvcsfs.engine.lru import Lru
@@ -86,7 +86,7 @@ class Catalog:
         """Hold entries: their slots are not reused until `unpin`."""
         for entry in entries:
             if not entry.pins and entry.newer is not None:
-                self.pinned += charge(entry.size)
+                self.pinned += entry.charged
             entry.pins += 1
 
     def unpin(self, entries: Iterable[Entry]) -> list[Entry]:
@@ -96,7 +96,7 @@ class Catalog:
             entry.pins -= 1
             if not entry.pins:
                 if entry.newer is not None:
-                    self.pinned -= charge(entry.size)
+                    self.pinned -= entry.charged
                 else:
                     loose.append(entry)
         return loose
@@ -156,7 +156,7 @@ class Catalog:
             if size <= 0:
                 break
             self._leave(victim)
-            charged = charge(victim.size)
+            charged = victim.charged
             self.ledger.committed -= charged
             plan.unlink.append(victim)
             size -= charged
@@ -180,7 +180,7 @@ class Catalog:
         while freed < missing:
             victim = next(victims)
             self._leave(victim)
-            size = charge(victim.size)
+            size = victim.charged
             self.ledger.committed -= size
             freed += size
             if files and size == charged and self.domain(victim.key) == domain:
@@ -231,7 +231,7 @@ class Catalog:
         self.index.load(entries)
         for entry in entries:
             self.lru.add(entry)
-            self.ledger.committed += charge(entry.size)
+            self.ledger.committed += entry.charged
 
     def insert(self, entry: Entry) -> Entry | None:
         """Publish an entry whose bytes are reserved, and return the entry that it replaces, retired."""
@@ -240,7 +240,7 @@ class Catalog:
             self.remove(replaced)
         self.index.add(entry)
         self.lru.add(entry)
-        charged = charge(entry.size)
+        charged = entry.charged
         self.ledger.reserved -= charged
         self.ledger.committed += charged
         if entry.pins:  # a writer's own readers hold it from the start
@@ -251,13 +251,13 @@ class Catalog:
         """Take an entry out of the index; its bytes are retired until `reclaimed`."""
         self._leave(entry)
         self.retired.add(entry)
-        charged = charge(entry.size)
+        charged = entry.charged
         self.ledger.committed -= charged
         self.ledger.retired += charged
 
     def _leave(self, entry: Entry) -> None:
         if entry.pins:
-            self.pinned -= charge(entry.size)
+            self.pinned -= entry.charged
         self.index.remove(entry)
         self.lru.remove(entry)
 
@@ -271,7 +271,7 @@ class Catalog:
     def reclaimed(self, entry: Entry, kept: FreeSlot | None) -> None:
         """The file of a retired entry is a free slot now, or is gone."""
         self.retired.remove(entry)
-        self.ledger.retired -= charge(entry.size)
+        self.ledger.retired -= entry.charged
         if kept:
             kept.domain = self.domain(entry.key)
             self.add_free(kept)
@@ -279,7 +279,7 @@ class Catalog:
     def retire_staged(self, entries: Iterable[Entry]) -> None:
         """Objects that will not be committed: their bytes are retired until `reclaimed`."""
         for entry in entries:
-            charged = charge(entry.size)
+            charged = entry.charged
             self.ledger.reserved -= charged
             self.ledger.retired += charged
             self.retired.add(entry)
@@ -291,7 +291,7 @@ class Catalog:
     def keep_stuck(self, victims: Iterable[Entry]) -> None:
         """Victims of a plan whose files could not be removed: their bytes are still there."""
         for victim in victims:
-            self.ledger.retired += charge(victim.size)
+            self.ledger.retired += victim.charged
             self.retired.add(victim)
 
     def check(self) -> None:

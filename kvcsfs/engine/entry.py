@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from kvcsfs.engine.keys import is_temporary
+
+if TYPE_CHECKING:
+    from kvcsfs.engine.index import Directory
 
 BLOCK = 4096
 UNPROVEN = 1  # stored before an unclean stop and not verified since; readers must verify it
@@ -19,6 +24,11 @@ def flags_of(key: str) -> int:
     return TEMPORARY if is_temporary(key) else 0
 
 
+# One pair of int objects for all entries of a size: in most stores nearly all have the same.
+KNOWN_SIZES = 4096
+_SIZES: dict[int, tuple[int, int]] = {}
+
+
 class Entry:
     """One committed object.
 
@@ -27,8 +37,10 @@ class Entry:
     """
 
     __slots__ = (
+        "charged",  # bytes of the object file
         "checksum",  # xxh3-128 of the value, 16 bytes
         "created",  # seconds since the epoch
+        "directory",  # the index's counters for it, while it is in there
         "flags",  # UNPROVEN, TEMPORARY
         "generation",
         "hits",
@@ -54,13 +66,14 @@ class Entry:
         self.key = key
         self.flags = flags
         self.slot = slot
-        self.size = size
+        self.resize(size)
         self.checksum = checksum
         self.generation = generation
         self.created = created
         self.used = created
         self.hits = 0
         self.pins = 0
+        self.directory: Directory | None = None
         self.newer: Entry | None = None
         self.older: Entry | None = None
 
@@ -69,10 +82,14 @@ class Entry:
         self.key = key
         self.flags = self.flags & ~TEMPORARY | flags_of(key)
 
-    @property
-    def charged(self) -> int:
-        """Bytes of the object file."""
-        return charge(self.size)
+    def resize(self, size: int) -> None:
+        """Take a size, and the charge that follows from it. Only of an entry that isn't in the index."""
+        shared = _SIZES.get(size)
+        if shared is None:
+            if len(_SIZES) >= KNOWN_SIZES:
+                _SIZES.clear()
+            shared = _SIZES[size] = (size, charge(size))
+        self.size, self.charged = shared
 
     @property
     def proven(self) -> bool:

@@ -8,38 +8,46 @@ from typing import Any
 
 from sortedcontainers import SortedDict
 
-from kvcsfs.engine.entry import Entry, charge
+from kvcsfs.engine.entry import Entry
 from kvcsfs.engine.keys import directory
 
-MAX_PENDING = 256
+MAX_CHANGED = 256
 
 
 class Directory:
-    """Counters of everything below one directory."""
+    """Counters of everything below one directory, and what has changed directly in it since they were summed up."""
 
-    __slots__ = ("charged_bytes", "entries", "parent", "path", "value_bytes")
+    __slots__ = (
+        "charged_bytes",
+        "charged_change",
+        "entries",
+        "entries_change",
+        "is_changed",
+        "parent",
+        "path",
+        "value_bytes",
+        "value_change",
+    )
 
     def __init__(self, path: str, parent: Directory | None) -> None:
         self.path = path
         self.parent = parent
-        self.entries = 0
-        self.value_bytes = 0
-        self.charged_bytes = 0
+        self.entries = self.value_bytes = self.charged_bytes = 0
+        self.entries_change = self.value_change = self.charged_change = 0
+        self.is_changed = False
 
 
 class Index:
     """Entries by key. Pure.
 
-    Invariant: every directory's counters, with the changes in `_pending` applied, are the sums over the keys that
-    start with it; a directory without keys has no counters, but for the root.
+    Invariant: every directory's counters, with the changes of those in `_changed` carried up, are the sums over the
+    keys that start with it; a directory without keys has no counters, but for the root.
     """
 
     def __init__(self) -> None:
         self._entries: SortedDict[str, Entry] = SortedDict()
         self._directories: dict[str, Directory] = {"": Directory("", None)}
-        self._pending: dict[
-            str, list[int]
-        ] = {}  # changes by directory, summed: a batch shares its walk to the root
+        self._changed: list[Directory] = []  # a batch shares its walk to the root
         self.get = self._entries.get  # the hot call, bound once: key -> Entry | None
 
     def __len__(self) -> int:
@@ -49,44 +57,55 @@ class Index:
         """Add many entries of new keys at once: sorts once instead of inserting each."""
         self._entries.update({entry.key: entry for entry in entries})
         for entry in entries:
-            self._count(entry, 1)
+            self._join(entry)
 
     def add(self, entry: Entry) -> None:
         """Add an entry whose key is free."""
         assert entry.key not in self._entries
         self._entries[entry.key] = entry
-        self._count(entry, 1)
+        self._join(entry)
 
     def remove(self, entry: Entry) -> None:
         """Take an entry out."""
         del self._entries[entry.key]
-        self._count(entry, -1)
+        node = entry.directory
+        assert node is not None
+        entry.directory = None
+        node.entries_change -= 1
+        node.value_change -= entry.size
+        node.charged_change -= entry.charged
+        if not node.is_changed:
+            self._note(node)
 
-    def _count(self, entry: Entry, sign: int) -> None:
+    def _join(self, entry: Entry) -> None:
         key = entry.key
-        path = key[: key.rfind("/") + 1]
-        change = self._pending.get(path)
-        if change is None:
-            change = self._pending[path] = [0, 0, 0]
-        change[0] += sign
-        change[1] += sign * entry.size
-        change[2] += sign * charge(entry.size)
-        if len(self._pending) > MAX_PENDING:
+        entry.directory = node = self._directory(key[: key.rfind("/") + 1])
+        node.entries_change += 1
+        node.value_change += entry.size
+        node.charged_change += entry.charged
+        if not node.is_changed:
+            self._note(node)
+
+    def _note(self, node: Directory) -> None:
+        node.is_changed = True
+        self._changed.append(node)
+        if len(self._changed) > MAX_CHANGED:
             self._settle()
 
     def _settle(self) -> None:
-        """Carry the pending changes to every directory above them."""
-        pending, self._pending = self._pending, {}
-        touched: list[Directory] = []
-        for path, (entries, value_bytes, charged_bytes) in pending.items():
-            touched.append(self._directory(path))
-            node: Directory | None = touched[-1]
-            while node is not None:
-                node.entries += entries
-                node.value_bytes += value_bytes
-                node.charged_bytes += charged_bytes
-                node = node.parent
-        for empty in touched:
+        """Carry the changes to every directory above."""
+        changed, self._changed = self._changed, []
+        for node in changed:
+            entries, value_bytes, charged_bytes = node.entries_change, node.value_change, node.charged_change
+            node.entries_change = node.value_change = node.charged_change = 0
+            node.is_changed = False
+            above: Directory | None = node
+            while above is not None:
+                above.entries += entries
+                above.value_bytes += value_bytes
+                above.charged_bytes += charged_bytes
+                above = above.parent
+        for empty in changed:
             while not empty.entries and empty.parent:
                 self._directories.pop(empty.path, None)
                 empty = empty.parent  # noqa: PLW2901 a walk up to the first that isn't empty
@@ -112,7 +131,7 @@ class Index:
         for entry in self.entries(prefix):
             count += 1
             value_bytes += entry.size
-            charged_bytes += charge(entry.size)
+            charged_bytes += entry.charged
         return count, value_bytes, charged_bytes
 
     def is_directory(self, path: str) -> bool:
@@ -151,7 +170,7 @@ class Index:
                 total = sums.setdefault(path, [0, 0, 0])
                 total[0] += 1
                 total[1] += entry.size
-                total[2] += charge(entry.size)
+                total[2] += entry.charged
                 path = directory(path[:-1]) if path else None
         have = {p: [d.entries, d.value_bytes, d.charged_bytes] for p, d in self._directories.items()}
         assert have == sums, (have, sums)

@@ -287,7 +287,7 @@ def recycle_many(
     results: list[FreeSlot | OSError | None] = []
     for entry, held in zip(entries, hold, strict=True):
         try:
-            size = charge(entry.size)
+            size = entry.charged
             point("remove.begun")
             fd = store.recycle(entry.slot, size)
             if fd is not None and not held:

@@ -22,7 +22,7 @@ from pathlib import Path
 import xxhash
 
 from kvcsfs.engine import footer
-from kvcsfs.engine.entry import BLOCK, Entry, charge
+from kvcsfs.engine.entry import BLOCK, Entry
 from kvcsfs.engine.faults import point
 from kvcsfs.engine.scan import FOLDERS, name_of
 from kvcsfs.errors import BackingError, BusyError, CapacityError, ConfigError, InvalidValueError, KvcsError
@@ -229,7 +229,7 @@ class SlotStore:
         except FileNotFoundError:
             return
         try:
-            write_all(fd, footer.VOID, charge(entry.size) - BLOCK)
+            write_all(fd, footer.VOID, entry.charged - BLOCK)
         finally:
             os.close(fd)
 
@@ -263,7 +263,7 @@ class SlotStore:
         Raises:
             BusyError: somebody still has the file open. InvalidValueError: its size isn't what was reserved.
         """
-        size = charge(entry.size)
+        size = entry.charged
         fd = self._open(entry.slot, os.O_RDWR)
         try:
             stat = os.fstat(fd)
@@ -281,7 +281,7 @@ class SlotStore:
         """Write the footer of an entry in place."""
         fd = self._open(entry.slot, os.O_WRONLY)
         try:
-            write_all(fd, footer.of(entry), charge(entry.size) - BLOCK)
+            write_all(fd, footer.of(entry), entry.charged - BLOCK)
         finally:
             os.close(fd)
 

@@ -33,7 +33,6 @@ log = logging.getLogger(__name__)
 EVICT_BATCH = 64  # victims of one background trip; a put waits for no more than that
 RETRY_SECONDS = 5.0
 LOOK_SECONDS = 2.0
-KNOWN_SIZES = 4096
 HELD_SLOTS = 512  # free slots that keep a descriptor, as far as there are enough
 
 Watcher = Callable[[int, Collection[str]], None]
@@ -77,7 +76,6 @@ class Volume:
         )
         self.scrub = Scrub(config.scrub_rate, self.verify_entries)
         self._watch = watch
-        self._sizes: dict[int, int] = {}  # one int object for all values of a size
         self._claimed: dict[str, trio.Event] = {}
         self._reclaiming: set[Entry] = set()
         self._hold_limit = min(HELD_SLOTS, descriptor_limit // 4)
@@ -205,8 +203,6 @@ class Volume:
         self._check_ready()
         every = [charge(size) for size in sizes]
         charges = every[: session.admit(every, self.catalog.ledger.capacity)]
-        if len(self._sizes) > KNOWN_SIZES:
-            self._sizes.clear()
         plan = self.catalog.promise(charges, names)
         point("reserve.promised")
         if missing := await self._make_room(plan):  # one file that can't be removed must not fail a put
@@ -224,8 +220,7 @@ class Volume:
         for i, (charged, outcome) in enumerate(zip(charges, staged, strict=True)):
             if isinstance(outcome, tuple):
                 slot, fd = outcome
-                size = self._sizes.setdefault(sizes[i], sizes[i])
-                results.append(Staged(self, Entry(names[i], slot, size, b"", 0, 0.0), charged, fd))
+                results.append(Staged(self, Entry(names[i], slot, sizes[i], b"", 0, 0.0), charged, fd))
                 continue
             session.reserved -= charged
             if outcome is not None:
@@ -481,7 +476,7 @@ class Volume:
                 if wanted == size:
                     raise failed
                 continue
-            staged.entry.size = wanted
+            staged.entry.resize(wanted)
             staged.charged += extra
             return
 
@@ -513,7 +508,7 @@ class Volume:
             (checksum,) = await self.lane.brief(jobs.finish_many, [staged.fd], [size], [checksum])
         staged.entry.checksum = checksum
         self.catalog.unreserve(staged.charged - charge(size))
-        staged.entry.size = size
+        staged.entry.resize(size)
         staged.charged = charge(size)
 
     async def drop_file(self, staged: Staged) -> None:
