@@ -24,8 +24,9 @@ from kvcsfs.config import Config, MountpointConfig
 from kvcsfs.engine import keys
 from kvcsfs.engine.access import Access
 from kvcsfs.engine.entry import Entry
+from kvcsfs.engine.room import RETRY_SECONDS
 from kvcsfs.engine.session import Lease, Session, Staged
-from kvcsfs.engine.volume import RETRY_SECONDS, Volume, Watcher
+from kvcsfs.engine.volume import Volume, Watcher
 from kvcsfs.errors import (
     BackingError,
     ConfigError,
@@ -115,10 +116,10 @@ class Engine:
                 async with trio.open_nursery() as nursery:
                     for volume in self.volumes:
                         nursery.start_soon(self._recover, volume)
-                        nursery.start_soon(volume.keep_room)
-                        nursery.start_soon(volume.reclaim_loose)
+                        nursery.start_soon(volume.room.keep)
+                        nursery.start_soon(volume.room.reclaim_loose)
                         nursery.start_soon(volume.scrub.run)
-                        nursery.start_soon(volume.look_after)
+                        nursery.start_soon(volume.upkeep.look_after)
                         nursery.start_soon(self._checkpoints, volume)
                     nursery.start_soon(self._expire)
                     try:
@@ -138,7 +139,7 @@ class Engine:
                 await self.close_session(session)
             async with trio.open_nursery() as closing:
                 for volume in self.volumes:
-                    closing.start_soon(volume.close)
+                    closing.start_soon(volume.upkeep.close)
         finally:
             for volume in self.volumes:
                 volume.lane.stop()
@@ -159,15 +160,15 @@ class Engine:
         if config.access != self.config.access:
             self.access.load(config.access)
             for volume in self.volumes:
-                volume.access_changed()
+                volume.room.access_changed()
         self.config = config
         for volume, mountpoint in zip(self.volumes, config.mountpoints, strict=True):
-            volume.resize(mountpoint)
+            volume.room.resize(mountpoint)
 
     async def _recover(self, volume: Volume) -> None:
         while volume.recovering:
             try:
-                await volume.recover()
+                await volume.upkeep.recover()
             except OSError as exc:  # the other mountpoints serve; this one misses and is busy
                 log.warning("%s: can't be read, trying again: %s", volume.config.path, exc.strerror)
                 await trio.sleep(RETRY_SECONDS)
@@ -187,7 +188,7 @@ class Engine:
         while True:
             await trio.sleep(CHECKPOINT_SECONDS)
             try:
-                await volume.checkpoint()
+                await volume.upkeep.checkpoint()
             except OSError as exc:
                 log.warning("%s: no checkpoint: %s", volume.config.path, exc.strerror)
             gc.freeze()  # what was added meanwhile
@@ -317,9 +318,9 @@ class Engine:
             sizes = [size for i, size in enumerate(sizes) if i not in refused]
 
         async def undo(reserved: list[Staged | KvcsError]) -> None:
-            await volume.give_up(session, [s for s in reserved if isinstance(s, Staged)])
+            await volume.writes.give_up(session, [s for s in reserved if isinstance(s, Staged)])
 
-        results = await volume.lane.step(volume.reserve, session, names, sizes, undo=undo)
+        results = await volume.lane.step(volume.writes.reserve, session, names, sizes, undo=undo)
         if session.closed:  # the connection went meanwhile
             await volume.lane.finish(undo, results)
             raise ReservationError("the session is closed")
@@ -376,10 +377,10 @@ class Engine:
         try:
             volume.lane.check()
         except BackingError as exc:
-            await volume.lane.finish(volume.abort, staged)
+            await volume.lane.finish(volume.writes.abort, staged)
             return [exc] * len(staged)
         try:
-            return await volume.lane.step(volume.commit, staged, if_exists)
+            return await volume.lane.step(volume.writes.commit, staged, if_exists)
         except BackingError as exc:  # it may still complete, as after a deadline
             return [exc] * len(staged)
 
@@ -390,7 +391,7 @@ class Engine:
             if staged := session.pop(token):
                 by_volume.setdefault(staged.volume, []).append(staged)
         for volume, parts in by_volume.items():
-            await volume.lane.finish(volume.abort, parts)
+            await volume.lane.finish(volume.writes.abort, parts)
 
     async def delete_many(
         self, index: int, names: Sequence[str], temporaries: bool = False
@@ -399,12 +400,12 @@ class Engine:
         volume = self.volume(index)
         if volume.settling:
             await volume.settled(names)
-        return await volume.lane.step(volume.delete, names, temporaries)
+        return await volume.lane.step(volume.writes.delete, names, temporaries)
 
     async def rename(self, index: int, old: str, new: str) -> None:
         """Move a value to another key, replacing what that held. Raises NotFoundError, BackingError."""
         volume = self.volume(index)
-        await volume.lane.step(volume.rename, old, new)
+        await volume.lane.step(volume.writes.rename, old, new)
 
     # -- values of unknown size, written by the daemon itself
 
@@ -416,9 +417,9 @@ class Engine:
         """
         keys.check(name)
         volume = self.volume(index)
-        staged = await volume.lane.step(volume.stage_file, name, likely, undo=volume.drop_file)
+        staged = await volume.lane.step(volume.files.stage, name, likely, undo=volume.files.drop)
         if session.closed:
-            await volume.lane.finish(volume.drop_file, staged)
+            await volume.lane.finish(volume.files.drop, staged)
             raise ReservationError("the session is closed")
         session.add(staged)
         session.reserved += staged.charged
@@ -430,7 +431,7 @@ class Engine:
 
     async def _grow(self, session: Session, staged: Staged, size: int) -> None:
         before = staged.charged
-        await staged.volume.grow(staged, size)
+        await staged.volume.files.grow(staged, size)
         session.reserved += staged.charged - before
 
     async def commit_file(
@@ -452,7 +453,7 @@ class Engine:
         try:
             lane.check()
         except BackingError:
-            await lane.finish(staged.volume.drop_file, staged)
+            await lane.finish(staged.volume.files.drop, staged)
             raise
 
         async def undo(opened: Opened) -> None:
@@ -465,13 +466,13 @@ class Engine:
     ) -> Opened:
         volume, entry = staged.volume, staged.entry
         try:
-            await volume.finish_file(staged, size, checksum)
+            await volume.files.finish(staged, size, checksum)
         except KvcsError:
-            await volume.abort([staged])
+            await volume.writes.abort([staged])
             raise
         entry.rename(name)
         volume.catalog.pin([entry])
-        (failed,) = await volume.commit([staged])
+        (failed,) = await volume.writes.commit([staged])
         if failed or not hold:
             volume.release([entry])
         if failed:
@@ -486,7 +487,7 @@ class Engine:
     async def abort_file(self, session: Session, staged: Staged) -> None:
         """Give a staged file up, and close its descriptor."""
         session.pop(staged.token)
-        await staged.volume.lane.finish(staged.volume.drop_file, staged)
+        await staged.volume.lane.finish(staged.volume.files.drop, staged)
 
     # -- file work of the faces
 
@@ -549,7 +550,7 @@ class Engine:
     async def evict(self, index: int, prefix: str, target: int) -> tuple[int, int]:
         """Evict below a prefix; returns entries and charged bytes."""
         volume = self.volume(index)
-        return await volume.lane.step(volume.evict, prefix, target)
+        return await volume.lane.step(volume.room.evict, prefix, target)
 
     async def remove_prefix(self, index: int, prefix: str) -> tuple[int, int]:
         """Delete every key with a prefix; returns entries and charged bytes."""
@@ -563,7 +564,7 @@ class Engine:
     async def verify_many(self, index: int, names: Sequence[str]) -> list[int]:
         """Read values and drop what is wrong; sizes, 0 for absent or dropped."""
         volume = self.volume(index)
-        return await volume.lane.step(volume.verify, names)
+        return await volume.lane.step(volume.verifier.verify, names)
 
     async def verify_after(self, index: int, after: str, limit_bytes: int) -> Verified:
         """Read the values of the keys that follow `after`, about `limit_bytes` of them, and drop what is wrong."""
@@ -576,7 +577,7 @@ class Engine:
             size += entry.size
             if size >= limit_bytes:
                 break
-        dropped = await volume.lane.step(volume.verify_entries, batch, True)
+        dropped = await volume.lane.step(volume.verifier.verify_entries, batch, True)
         last = batch[-1].key if batch else ""
         more = len(batch) < len(page) or len(page) == VERIFY_ENTRIES
         return Verified(len(batch), size, [e.key for e in dropped], last, more)

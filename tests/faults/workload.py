@@ -160,7 +160,7 @@ class Workload:
     async def checkpoint(self) -> None:
         order = [e.key for e in self.engine.volumes[0].catalog.lru]
         self.log.write(ordering=order)
-        await self.engine.volumes[0].checkpoint()
+        await self.engine.volumes[0].upkeep.checkpoint()
         self.log.write(order=order)
 
 

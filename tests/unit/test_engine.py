@@ -638,7 +638,7 @@ async def test_after_an_unclean_stop_every_committed_value_is_there(tmp_path):
         session = engine.session(0)
         staged = await reserve(engine, session, "m/staged", 5000)
         os.pwrite(staged.fd, b"x" * 5000, 0)
-        await engine.volumes[0].checkpoint()
+        await engine.volumes[0].upkeep.checkpoint()
         contents |= values(["m/late"])
         await put(engine, session, "m/late", contents["m/late"])
         shutil.copytree(tmp_path / "data0", tmp_path / "crash" / "data0")

@@ -38,7 +38,7 @@ LAYERS = (
         ("kvcsfs.engine", "kvcsfs.errors", "kvcsfs.config"),
         ("sortedcontainers", "msgspec", "xxhash"),
     ),
-    # The asynchronous face of the engine, its part for one mountpoint and the latter's scrub; the rest is synchronous.
+    # The asynchronous face of the engine, and the parts for one mountpoint that wait; no other needs trio.
     *(
         Layer(
             name,
@@ -48,6 +48,8 @@ LAYERS = (
         for name in (
             "kvcsfs.engine.engine",
             "kvcsfs.engine.volume",
+            "kvcsfs.engine.room",
+            "kvcsfs.engine.upkeep",
             "kvcsfs.engine.lane",
             "kvcsfs.engine.scrub",
         )
