@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import trio
 import trio.lowlevel
 
-from kvcsfs.batch import BatchFace
+from kvcsfs.batch.face import BatchFace
 from kvcsfs.config import Config
 from kvcsfs.engine.engine import Engine
 from kvcsfs.errors import ConfigError

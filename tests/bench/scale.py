@@ -21,7 +21,7 @@ from pathlib import Path
 import trio
 
 from kvcs import KvcsLowLevelClient, LLGetItemOpt, LLPutItem
-from kvcsfs.batch import BatchFace
+from kvcsfs.batch.face import BatchFace
 from kvcsfs.config import Config, MountpointConfig
 from kvcsfs.engine.engine import Engine
 from kvcsfs.engine.entry import Entry, charge

@@ -323,9 +323,10 @@ def test_a_reload_does_not_wait_for_a_directory_that_hangs(tmp_path, backing):
 
 LOOP_STANDS_STILL = """
 import time
-from kvcsfs import batch, daemon
+from kvcsfs import daemon
+from kvcsfs.batch import face
 daemon.STILL_SECONDS = 1.0
-batch.BatchFace.stop = lambda self: time.sleep(60)
+face.BatchFace.stop = lambda self: time.sleep(60)
 """
 
 

@@ -62,8 +62,8 @@ LAYERS = (
     ),
     Layer(
         "kvcsfs.batch",
-        ("kvcsfs.engine", "kvcsfs.wire", "kvcsfs.errors"),
-        ("trio", "socket", "msgspec"),
+        ("kvcsfs.batch", "kvcsfs.engine", "kvcsfs.wire", "kvcsfs.errors"),
+        ("trio", "socket"),
     ),
     Layer(
         "kvcsfs.daemon",
