@@ -53,7 +53,9 @@ async def _serve(read: Callable[[], Config]) -> None:
     with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
         config = read()
         engine = Engine(config)
+        stopped = threading.Event()
         async with AsyncExitStack() as stack:
+            stack.callback(stopped.set)
             await stack.enter_async_context(engine.running())
             face = BatchFace(engine, config.socket, config.socket_group)
             if config.metrics:
@@ -74,7 +76,7 @@ async def _serve(read: Callable[[], Config]) -> None:
                     break
                 telling.cancel_scope.cancel()
             notify("STOPPING=1")
-            _bound_the_stop()
+            _bound_the_stop(stopped)
             face.stop()
             if mount is not None:
                 await mount.stop()
@@ -125,7 +127,7 @@ async def _tell_recovery(engine: Engine, config: Config) -> None:
     notify(f"STATUS=serving, {_where(config)}")
 
 
-def _bound_the_stop() -> None:
+def _bound_the_stop(stopped: threading.Event) -> None:
     """End the process when the event loop stands still, or the stop takes for ever: committed values are on disk.
 
     A file system that hangs is given up by its lane within seconds; a large snapshot may take its time.
@@ -140,7 +142,8 @@ def _bound_the_stop() -> None:
 
     def watch() -> None:
         while max(time.monotonic() - turned - STILL_SECONDS, time.monotonic() - begun - STOP_SECONDS) < 0:
-            time.sleep(1)
+            if stopped.wait(1):
+                return
         log.error("not stopped after %.0f s, ending anyway", time.monotonic() - begun)
         os._exit(1)
 

@@ -50,6 +50,7 @@ EXPIRY_SECONDS = 1.0
 RELOADED = frozenset(
     {"access", "mountpoints"}
 )  # what `reload` takes; of mountpoints, capacity and watermarks
+TABLES = {"permissions": "[[prefixes]] or the owner, group and mode of the mount", "places": "[[mounts]]"}
 VERIFY_ENTRIES = 256  # of one step of a verification
 
 
@@ -151,7 +152,9 @@ class Engine:
         """
         settings = [f.name for f in dataclasses.fields(Config) if f.name not in RELOADED]
         changed = [
-            f"store.{name}" for name in settings if getattr(config, name) != getattr(self.config, name)
+            TABLES.get(name, f"store.{name}")
+            for name in settings
+            if getattr(config, name) != getattr(self.config, name)
         ]
         if list(map(_fixed, config.mountpoints)) != list(map(_fixed, self.config.mountpoints)):
             changed.append("[[mountpoints]] but for capacity and watermarks")

@@ -135,6 +135,8 @@ def read_snapshot(path: Path, watch: Watch) -> tuple[list[Row], Tail] | None:
         tail = msgspec.msgpack.decode(next(blocks, b""), type=Tail)
         if tail.format != FORMAT:
             raise ValueError(f"format {tail.format}")
+        if next(blocks, None) is not None:
+            raise ValueError("more behind the last block")
     except FileNotFoundError:
         return None
     except (OSError, ValueError, msgspec.MsgspecError) as exc:

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import trio
 
+from kvcsfs.config import Permissions, Place
 from kvcsfs.errors import ConfigError
 from tests.stores import bytes_on_disk, config, keys, put, running
 
@@ -66,6 +67,8 @@ async def test_a_larger_capacity_has_room_at_once(tmp_path):
         (lambda c, path: dataclasses.replace(c, socket=path), "store.socket"),
         (lambda c, path: dataclasses.replace(c, mount=path), "store.mount"),
         (lambda c, path: dataclasses.replace(c, backend="pooled"), "store.backend"),
+        (lambda c, path: dataclasses.replace(c, permissions=(Permissions("a", 1),)), "[[prefixes]]"),
+        (lambda c, path: dataclasses.replace(c, places=(Place(path),)), "[[mounts]]"),
         (lambda c, path: dataclasses.replace(c, mountpoints=c.mountpoints * 2), "[[mountpoints]]"),
         (
             lambda c, path: dataclasses.replace(
