@@ -50,7 +50,7 @@ async def running(settings: Config) -> AsyncIterator[Engine]:
     """An engine that has recovered; at the end its invariants are checked and it stops cleanly."""
     engine = Engine(settings)
     async with engine.running():
-        await engine.recovered()
+        await engine.volumes.recovered()
         yield engine
         engine.check()
 

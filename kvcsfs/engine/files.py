@@ -79,7 +79,26 @@ class Files:
             failed = await self._lane.run(jobs.grow_file, fd, size)
         return failed
 
-    async def finish(self, staged: Staged, size: int, checksum: bytes | None) -> None:
+    async def publish(self, staged: Staged, name: str, size: int, checksum: bytes | None, hold: bool) -> None:
+        """Make a grown file the value of `name`; closes `fd`. With `hold` its entry stays pinned.
+
+        `checksum` None: read it again. Raises what made it fail; then the file is gone, and the key as it was.
+        """
+        entry = staged.entry
+        try:
+            await self._finish(staged, size, checksum)
+        except KvcsError:
+            await self._writes.abort([staged])
+            raise
+        entry.rename(name)
+        self._volume.catalog.pin([entry])
+        (failed,) = await self._writes.commit([staged])
+        if failed or not hold:
+            self._volume.release([entry])
+        if failed:
+            raise failed
+
+    async def _finish(self, staged: Staged, size: int, checksum: bytes | None) -> None:
         """Cut a grown file to its size, give the rest of its reservation back, and set its checksum; closes `fd`."""
         if checksum is None:
             checksum = await self._lane.run(jobs.finish_file, staged.fd, size, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -13,6 +14,19 @@ if TYPE_CHECKING:
     from kvcsfs.engine.volume import Volume
 
 log = logging.getLogger(__name__)
+
+VERIFY_ENTRIES = 256  # of one step of a verification
+
+
+@dataclasses.dataclass(slots=True)
+class Verified:
+    """What one step of a verification read. `last` is the key where the next goes on, if there is `more`."""
+
+    entries: int
+    size_bytes: int
+    dropped: list[str]
+    last: str
+    more: bool
 
 
 class Verifier:
@@ -26,6 +40,21 @@ class Verifier:
         entries = [self._volume.catalog.index.get(name) for name in names]
         await self.verify_entries([e for e in entries if e is not None])
         return [e.size if e is not None and e.live else 0 for e in entries]
+
+    async def verify_after(self, after: str, limit_bytes: int) -> Verified:
+        """Read the values of the keys that follow `after`, about `limit_bytes` of them, and drop what is wrong."""
+        batch: list[Entry] = []
+        page = self._volume.catalog.index.page("", after, VERIFY_ENTRIES)
+        size = 0
+        for entry in page:
+            batch.append(entry)
+            size += entry.size
+            if size >= limit_bytes:
+                break
+        dropped = await self.verify_entries(batch, True)
+        last = batch[-1].key if batch else ""
+        more = len(batch) < len(page) or len(page) == VERIFY_ENTRIES
+        return Verified(len(batch), size, [e.key for e in dropped], last, more)
 
     async def verify_entries(self, entries: Sequence[Entry], unreadable_too: bool = False) -> list[Entry]:
         """Read the values of entries in the index, drop the wrong ones and return them.

@@ -46,7 +46,7 @@ def serve(data: str, socket: str, entries: int) -> None:
     async def main() -> None:
         engine = Engine(config)
         async with engine.running():
-            await engine.recovered()
+            await engine.volumes.recovered()
             keys = [key_of(i) for i in range(entries)]
             gc.disable()
             before = resident_bytes()

@@ -50,7 +50,7 @@ async def two(tmp_path: Path) -> AsyncIterator[Engine]:
     points = tuple(MountpointConfig(tmp_path / n, 64 << 20, 0.0, 0.0) for n in ("local", "hanging"))
     engine = Engine(Config(points, tmp_path / "sock", backend="pooled"))
     async with engine.running():
-        await engine.recovered()
+        await engine.volumes.recovered()
         yield engine
 
 

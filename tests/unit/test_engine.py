@@ -689,7 +689,7 @@ async def test_while_it_recovers_the_store_misses_and_is_busy(tmp_path, monkeypa
         with pytest.raises(BusyError):
             await engine.delete_many(0, ["k"])
         go.set()
-        await engine.recovered()
+        await engine.volumes.recovered()
         assert await get(engine, session, "k") == b"x"
 
 

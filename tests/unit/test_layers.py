@@ -38,7 +38,7 @@ LAYERS = (
         ("kvcsfs.engine", "kvcsfs.errors", "kvcsfs.config"),
         ("sortedcontainers", "msgspec", "xxhash"),
     ),
-    # The asynchronous face of the engine, and the parts for one mountpoint that wait; no other needs trio.
+    # The asynchronous face of the engine, and what waits or has tasks below it; no other needs trio.
     *(
         Layer(
             name,
@@ -47,6 +47,7 @@ LAYERS = (
         )
         for name in (
             "kvcsfs.engine.engine",
+            "kvcsfs.engine.volumes",
             "kvcsfs.engine.volume",
             "kvcsfs.engine.room",
             "kvcsfs.engine.upkeep",
