@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,6 @@ from kvcsfs.engine.entry import TEMPORARY, Entry, charge
 from kvcsfs.engine.faults import point
 from kvcsfs.engine.room import unremovable
 from kvcsfs.engine.session import Session, Staged
-from kvcsfs.engine.store import now
 from kvcsfs.errors import BackingError, CapacityError, ExistsError, KvcsError, NotFoundError
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ class Writes:
         last: dict[str, int],
     ) -> None:
         catalog = self._volume.catalog
-        created = now()
+        created, number = time.time(), self._store.directory.number
         dropped: list[Entry] = []
         positions: list[int] = []
         olds: list[Entry | None] = []
@@ -146,7 +146,7 @@ class Writes:
                 results[i] = ExistsError(f"{s.entry.key!r} has a value")
                 dropped.append(s.entry)
             else:
-                s.entry.generation = self._store.number()
+                s.entry.generation = number()
                 s.entry.created = created
                 positions.append(i)
                 olds.append(old)
@@ -220,7 +220,9 @@ class Writes:
             target = catalog.index.get(new)
             held = [entry] if target is None else [entry, target]
             catalog.pin(held)
-            staged = Entry(new, entry.slot, entry.size, entry.checksum, self._store.number(), entry.created)
+            staged = Entry(
+                new, entry.slot, entry.size, entry.checksum, self._store.directory.number(), entry.created
+            )
             failed = await self._lane.run(jobs.rename, self._store, staged, target)
             if failed is None and not entry.live:  # found to be gone or wrong meanwhile
                 failed = NotFoundError(f"{old!r} has no value")

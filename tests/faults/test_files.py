@@ -82,7 +82,7 @@ async def test_one_mountpoint_that_can_not_be_read_stays_alone(tmp_path, monkeyp
     real = recovery.recover
 
     def failing(store, watch):
-        if store.path.name == "data1":
+        if store.directory.path.name == "data1":
             raise OSError(errno.EIO, "Input/output error")
         return real(store, watch)
 

@@ -194,7 +194,7 @@ def test_a_clean_snapshot_is_clean_once(tmp_path):
 
 def test_a_stale_snapshot_only_gives_the_order_of_use(tmp_path):
     store, a, b = two(tmp_path)
-    gone = Entry("gone", store.number(), 1, bytes(16), 1, 1.0)
+    gone = Entry("gone", store.directory.number(), 1, bytes(16), 1, 1.0)
     snapshot(store, [a, b, gone], clean=False, free=(FreeSlot(77, 8192),))
     b2 = stored(store, "b", b"new")
     store.void(b)
