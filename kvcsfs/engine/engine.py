@@ -41,9 +41,8 @@ Ts = TypeVarTuple("Ts")
 MAX_VALUE_BYTES = 4 << 30
 MAX_TTL_SECONDS = 3600.0
 EXPIRY_SECONDS = 1.0
-RELOADED = frozenset(
-    {"access", "mountpoints"}
-)  # what `reload` takes; of mountpoints, capacity and watermarks
+# What `reload` takes; of mountpoints, capacity and watermarks.
+RELOADED = frozenset({"access", "mountpoints"})
 TABLES = {"permissions": "[[prefixes]] or the owner, group and mode of the mount", "places": "[[mounts]]"}
 
 

@@ -19,7 +19,7 @@ import xxhash
 
 from kvcsfs.engine import scan
 from kvcsfs.engine.catalog import Catalog, FreeSlot
-from kvcsfs.engine.directory import boot_id
+from kvcsfs.engine.directory import Directory, boot_id
 from kvcsfs.engine.entry import UNPROVEN, Entry, flags_of
 from kvcsfs.engine.faults import point
 from kvcsfs.engine.store import SlotStore
@@ -68,14 +68,14 @@ class SnapshotWriter:
     Blocks of msgpack, each behind its length and checksum; an empty block parts the rows from the tail.
     """
 
-    def __init__(self, store: SlotStore) -> None:
-        self._store = store
+    def __init__(self, directory: Directory) -> None:
+        self._directory = directory
         self._file = open("snapshot.new", "wb", opener=self._private)  # noqa: SIM115 closed by finish
         point("snapshot.begun")
 
     def _private(self, name: str, flags: int) -> int:
         """Open by the directory's descriptor: its path may lead elsewhere by now."""
-        return os.open(name, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=self._store.directory.root)
+        return os.open(name, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=self._directory.root)
 
     def add(self, block: Sequence[Row]) -> None:
         """Append rows."""
@@ -83,12 +83,10 @@ class SnapshotWriter:
 
     def finish(self, free: Iterable[FreeSlot], extras: dict[str, Any], clean: bool) -> None:
         """Append the tail, make it durable and put it in place."""
-        tail = Tail(
-            FORMAT, self._store.directory.epoch, boot_id(), clean, [(s.slot, s.size) for s in free], extras
-        )
+        tail = Tail(FORMAT, self._directory.epoch, boot_id(), clean, [(s.slot, s.size) for s in free], extras)
         self._write(b"")
         self._write(msgspec.msgpack.encode(tail))
-        root = self._store.directory.root
+        root = self._directory.root
         with self._file as file:
             file.flush()
             point("snapshot.written")
@@ -103,7 +101,7 @@ class SnapshotWriter:
         with contextlib.suppress(OSError):  # what is buffered may not fit: it is not wanted
             self._file.close()
         with contextlib.suppress(OSError):
-            os.unlink("snapshot.new", dir_fd=self._store.directory.root)
+            os.unlink("snapshot.new", dir_fd=self._directory.root)
 
     def _write(self, block: bytes) -> None:
         self._file.write(len(block).to_bytes(4, "little") + xxhash.xxh3_64_digest(block) + block)

@@ -78,7 +78,7 @@ class Upkeep:
         volume = self._volume
         if volume.recovering or volume.detached:
             return
-        writer = await self._lane.run(recovery.SnapshotWriter, self._store)
+        writer = await self._lane.run(recovery.SnapshotWriter, self._store.directory)
         try:
             after = ""
             while rows := volume.catalog.index.page("", after, recovery.SLICE):

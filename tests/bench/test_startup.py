@@ -59,7 +59,7 @@ async def test_from_footers(tmp_path):
 
 async def test_from_a_snapshot(tmp_path):
     store = SlotStore(tmp_path)
-    writer = recovery.SnapshotWriter(store)
+    writer = recovery.SnapshotWriter(store.directory)
     value = checksum(b"value")
     for start in range(0, SNAPSHOT, recovery.SLICE):
         made = [Entry(key(i), i, 5, value, i, 1e9 + i) for i in range(start, start + recovery.SLICE)]

@@ -26,7 +26,7 @@ def restart(path: Path) -> Found:
 
 
 def snapshot(store: SlotStore, entries: list[Entry], clean: bool, free: tuple[FreeSlot, ...] = ()) -> None:
-    writer = SnapshotWriter(store)
+    writer = SnapshotWriter(store.directory)
     writer.add(recovery.rows(entries))
     writer.finish(free, {"modes": 1}, clean)
 
@@ -239,7 +239,7 @@ def test_a_snapshot_half_written_never_takes_the_place_of_the_last(tmp_path):
     store, a, b = two(tmp_path)
     snapshot(store, [a, b], clean=False)
     before = (tmp_path / "snapshot").read_bytes()
-    writer = SnapshotWriter(store)
+    writer = SnapshotWriter(store.directory)
     writer.add(recovery.rows([a]))
     writer.abandon()
     assert (tmp_path / "snapshot").read_bytes() == before
