@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import trio
 import trio.lowlevel
 
-from kvcsfs.batch import BatchFace
+from kvcsfs.batch.face import BatchFace
 from kvcsfs.config import Config
 from kvcsfs.engine.engine import Engine
 from kvcsfs.errors import ConfigError
@@ -63,7 +63,7 @@ async def _serve(read: Callable[[], Config]) -> None:
             nursery = await stack.enter_async_context(trio.open_nursery())
             nursery.start_soon(face.serve)
             with trio.move_on_after(EARLY_SECONDS):
-                await engine.recovered()
+                await engine.volumes.recovered()
             mount = await _mount(engine, config, nursery)
             _announce(config)
             async with trio.open_nursery() as telling:
@@ -123,7 +123,7 @@ async def _tell_recovery(engine: Engine, config: Config) -> None:
         entries = sum(m["recovered_entries"] for m in waiting)
         notify(f"STATUS=recovering, {share:.0%}, {entries} entries read; {_where(config)}")
         with trio.move_on_after(PROGRESS_SECONDS):
-            await engine.recovered()
+            await engine.volumes.recovered()
     notify(f"STATUS=serving, {_where(config)}")
 
 

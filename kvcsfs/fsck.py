@@ -39,7 +39,7 @@ def fsck(path: Path, rate: int) -> Result:
         result = Result(str(path), leftovers=found.removed)
         kept = _verified(store, found.entries, rate, result)
         kept.sort(key=lambda e: e.key)
-        writer = recovery.SnapshotWriter(store)
+        writer = recovery.SnapshotWriter(store.directory)
         for start in range(0, len(kept), recovery.SLICE):
             writer.add(recovery.rows(kept[start : start + recovery.SLICE]))
         writer.finish(found.free_slots, found.extras, clean=True)

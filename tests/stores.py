@@ -19,7 +19,8 @@ from kvcsfs.engine.engine import Engine
 from kvcsfs.engine.entry import Entry, charge
 from kvcsfs.engine.lane import Lane
 from kvcsfs.engine.session import Session, Staged
-from kvcsfs.engine.store import SlotStore, write_all
+from kvcsfs.engine.store import SlotStore
+from kvcsfs.engine.syscalls import write_all
 from kvcsfs.errors import KvcsError
 
 CAPACITY = 4 << 20
@@ -50,7 +51,7 @@ async def running(settings: Config) -> AsyncIterator[Engine]:
     """An engine that has recovered; at the end its invariants are checked and it stops cleanly."""
     engine = Engine(settings)
     async with engine.running():
-        await engine.recovered()
+        await engine.volumes.recovered()
         yield engine
         engine.check()
 
@@ -138,11 +139,11 @@ def bytes_on_disk(data: Path) -> int:
 
 def stored(store: SlotStore, key: str, value: bytes, generation: int | None = None) -> Entry:
     """Put one object into a store without an engine, committed."""
-    slot = store.number()
+    slot = store.directory.number()
     fd = store.create(slot, charge(len(value)))
     os.pwrite(fd, value, 0)
     os.close(fd)
-    made = Entry(key, slot, len(value), checksum(value), generation or store.number(), 1000.0)
+    made = Entry(key, slot, len(value), checksum(value), generation or store.directory.number(), 1000.0)
     store.seal(made)
     return made
 

@@ -7,14 +7,11 @@ raised. A session stands for one connection or one mount.
 from __future__ import annotations
 
 import dataclasses
-import gc
 import itertools
-import logging
-import resource
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar, TypeVarTuple
 
 import trio
@@ -25,7 +22,9 @@ from kvcsfs.engine import keys
 from kvcsfs.engine.access import Access
 from kvcsfs.engine.entry import Entry
 from kvcsfs.engine.session import Lease, Session, Staged
-from kvcsfs.engine.volume import RETRY_SECONDS, Volume, Watcher
+from kvcsfs.engine.verifier import Verified
+from kvcsfs.engine.volume import Volume, Watcher
+from kvcsfs.engine.volumes import Volumes
 from kvcsfs.errors import (
     BackingError,
     ConfigError,
@@ -33,24 +32,18 @@ from kvcsfs.errors import (
     InvalidKeyError,
     InvalidValueError,
     KvcsError,
-    MountpointError,
     ReservationError,
 )
-
-log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 MAX_VALUE_BYTES = 4 << 30
-CHECKPOINT_SECONDS = 60.0
 MAX_TTL_SECONDS = 3600.0
 EXPIRY_SECONDS = 1.0
-RELOADED = frozenset(
-    {"access", "mountpoints"}
-)  # what `reload` takes; of mountpoints, capacity and watermarks
+# What `reload` takes; of mountpoints, capacity and watermarks.
+RELOADED = frozenset({"access", "mountpoints"})
 TABLES = {"permissions": "[[prefixes]] or the owner, group and mode of the mount", "places": "[[mounts]]"}
-VERIFY_ENTRIES = 256  # of one step of a verification
 
 
 @dataclasses.dataclass(slots=True)
@@ -66,17 +59,6 @@ class Opened:
     fds: list[int]
 
 
-@dataclasses.dataclass(slots=True)
-class Verified:
-    """What one step of a verification read. `last` is the key where the next goes on, if there is `more`."""
-
-    entries: int
-    size_bytes: int
-    dropped: list[str]
-    last: str
-    more: bool
-
-
 class Engine:
     """The store. Build it, then run it: `async with engine.running(): ...`.
 
@@ -87,15 +69,7 @@ class Engine:
         self.config = config
         self.watchers: list[Watcher] = []
         self.access = Access(config.access)
-        limit = max(64, raise_descriptor_limit() // 2 // len(config.mountpoints))
-        self.volumes: list[Volume] = []
-        try:
-            for i, mountpoint in enumerate(config.mountpoints):
-                self.volumes.append(Volume(i, mountpoint, limit, self._changed, self.access))
-        except BaseException:
-            for volume in self.volumes:
-                volume.store.close()
-            raise
+        self.volumes = Volumes(config, self._changed, self.access)
         self._started = time.time()
         self._sessions: set[Session] = set()
 
@@ -105,44 +79,13 @@ class Engine:
 
     # -- life
 
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
+    def running(self) -> AbstractAsyncContextManager[None]:
         """Recover in the background and serve; at the end write the snapshots. Sessions must be closed before."""
-        gc.disable()  # it would look at all the entries again and again while they are made
-        async with trio.open_nursery() as lanes:
-            for volume in self.volumes:
-                await lanes.start(volume.lane.serve)
-            try:
-                async with trio.open_nursery() as nursery:
-                    for volume in self.volumes:
-                        nursery.start_soon(self._recover, volume)
-                        nursery.start_soon(volume.keep_room)
-                        nursery.start_soon(volume.reclaim_loose)
-                        nursery.start_soon(volume.scrub.run)
-                        nursery.start_soon(volume.look_after)
-                        nursery.start_soon(self._checkpoints, volume)
-                    nursery.start_soon(self._expire)
-                    try:
-                        yield
-                    finally:
-                        nursery.cancel_scope.cancel()
-                        for volume in self.volumes:
-                            volume.lane.end()
-            finally:
-                gc.enable()
-                with trio.CancelScope(shield=True):
-                    await self._close()
+        return self.volumes.running(self._expire, self._close_sessions)
 
-    async def _close(self) -> None:
-        try:
-            for session in list(self._sessions):
-                await self.close_session(session)
-            async with trio.open_nursery() as closing:
-                for volume in self.volumes:
-                    closing.start_soon(volume.close)
-        finally:
-            for volume in self.volumes:
-                volume.lane.stop()
+    async def _close_sessions(self) -> None:
+        for session in list(self._sessions):
+            await self.close_session(session)
 
     def reload(self, config: Config) -> None:
         """Take the capacities, watermarks and access rules of another configuration.
@@ -162,38 +105,10 @@ class Engine:
         if config.access != self.config.access:
             self.access.load(config.access)
             for volume in self.volumes:
-                volume.access_changed()
+                volume.room.access_changed()
         self.config = config
         for volume, mountpoint in zip(self.volumes, config.mountpoints, strict=True):
-            volume.resize(mountpoint)
-
-    async def _recover(self, volume: Volume) -> None:
-        while volume.recovering:
-            try:
-                await volume.recover()
-            except OSError as exc:  # the other mountpoints serve; this one misses and is busy
-                log.warning("%s: can't be read, trying again: %s", volume.config.path, exc.strerror)
-                await trio.sleep(RETRY_SECONDS)
-        if any(v.recovering for v in self.volumes):
-            return
-        # Entries are millions of long-lived objects; a full collection over them would stop the loop for seconds.
-        gc.freeze()
-        gc.enable()
-        log.info("%s: %d entries", volume.config.path, len(volume.catalog.index))
-
-    async def recovered(self) -> None:
-        """Wait until every mountpoint has its entries."""
-        while any(volume.recovering for volume in self.volumes):
-            await trio.sleep(0.01)
-
-    async def _checkpoints(self, volume: Volume) -> None:
-        while True:
-            await trio.sleep(CHECKPOINT_SECONDS)
-            try:
-                await volume.checkpoint()
-            except OSError as exc:
-                log.warning("%s: no checkpoint: %s", volume.config.path, exc.strerror)
-            gc.freeze()  # what was added meanwhile
+            volume.room.resize(mountpoint)
 
     async def _expire(self) -> None:
         while True:
@@ -221,23 +136,13 @@ class Engine:
                 self.release(session, lease)
             await self.abort_many(session, list(session.staged))
 
-    def volume(self, index: int) -> Volume:
-        """The volume of a mountpoint index; with the direct backend there is one for all. Raises MountpointError."""
-        if self.config.backend == "direct":
-            return self.volumes[0]
-        if not 0 <= index < len(self.volumes):
-            raise MountpointError(
-                f"mountpoint {index} isn't configured, expected 0 to {len(self.volumes) - 1}"
-            )
-        return self.volumes[index]
-
     # -- reading
 
     async def query_many(
         self, index: int, names: Sequence[str], renew: bool = False, temporaries: bool = False
     ) -> list[Entry | None]:
         """Look keys up without pinning them."""
-        volume = self.volume(index)
+        volume = self.volumes.at(index)
         if volume.settling:
             await volume.settled(names)
         found = volume.lookup(names, temporaries)
@@ -251,7 +156,7 @@ class Engine:
         """Whether `open_many` will answer at once, from descriptors that are open."""
         if self.config.backend != "direct" and not 0 <= index < len(self.volumes):
             return True
-        volume = self.volume(index)
+        volume = self.volumes.at(index)
         table = volume.descriptors.of(session.user)
         return not volume.settling and all(e is None or e in table for e in volume.lookup(names, False))
 
@@ -268,7 +173,7 @@ class Engine:
 
         With `verify` what is unproven is read and compared first: for a face whose readers can't do that.
         """
-        volume = self.volume(index)
+        volume = self.volumes.at(index)
         if volume.settling:
             await volume.settled(names)
         entries, errors = await volume.open(session, names, temporaries, verify)
@@ -307,7 +212,7 @@ class Engine:
 
         Raises BusyError while recovery runs, MountpointError.
         """
-        volume = self.volume(index)
+        volume = self.volumes.at(index)
         if volume.settling:
             await volume.settled(names)
         refused = {
@@ -320,9 +225,9 @@ class Engine:
             sizes = [size for i, size in enumerate(sizes) if i not in refused]
 
         async def undo(reserved: list[Staged | KvcsError]) -> None:
-            await volume.give_up(session, [s for s in reserved if isinstance(s, Staged)])
+            await volume.writes.give_up(session, [s for s in reserved if isinstance(s, Staged)])
 
-        results = await volume.lane.step(volume.reserve, session, names, sizes, undo=undo)
+        results = await volume.lane.step(volume.writes.reserve, session, names, sizes, undo=undo)
         if session.closed:  # the connection went meanwhile
             await volume.lane.finish(undo, results)
             raise ReservationError("the session is closed")
@@ -379,10 +284,10 @@ class Engine:
         try:
             volume.lane.check()
         except BackingError as exc:
-            await volume.lane.finish(volume.abort, staged)
+            await volume.lane.finish(volume.writes.abort, staged)
             return [exc] * len(staged)
         try:
-            return await volume.lane.step(volume.commit, staged, if_exists)
+            return await volume.lane.step(volume.writes.commit, staged, if_exists)
         except BackingError as exc:  # it may still complete, as after a deadline
             return [exc] * len(staged)
 
@@ -393,21 +298,21 @@ class Engine:
             if staged := session.pop(token):
                 by_volume.setdefault(staged.volume, []).append(staged)
         for volume, parts in by_volume.items():
-            await volume.lane.finish(volume.abort, parts)
+            await volume.lane.finish(volume.writes.abort, parts)
 
     async def delete_many(
         self, index: int, names: Sequence[str], temporaries: bool = False
     ) -> list[KvcsError | None]:
         """Remove keys; NotFoundError in the place of one that holds nothing."""
-        volume = self.volume(index)
+        volume = self.volumes.at(index)
         if volume.settling:
             await volume.settled(names)
-        return await volume.lane.step(volume.delete, names, temporaries)
+        return await volume.lane.step(volume.writes.delete, names, temporaries)
 
     async def rename(self, index: int, old: str, new: str) -> None:
         """Move a value to another key, replacing what that held. Raises NotFoundError, BackingError."""
-        volume = self.volume(index)
-        await volume.lane.step(volume.rename, old, new)
+        volume = self.volumes.at(index)
+        await volume.lane.step(volume.writes.rename, old, new)
 
     # -- values of unknown size, written by the daemon itself
 
@@ -418,10 +323,10 @@ class Engine:
         Raises CapacityError, BackingError, BusyError.
         """
         keys.check(name)
-        volume = self.volume(index)
-        staged = await volume.lane.step(volume.stage_file, name, likely, undo=volume.drop_file)
+        volume = self.volumes.at(index)
+        staged = await volume.lane.step(volume.files.stage, name, likely, undo=volume.files.drop)
         if session.closed:
-            await volume.lane.finish(volume.drop_file, staged)
+            await volume.lane.finish(volume.files.drop, staged)
             raise ReservationError("the session is closed")
         session.add(staged)
         session.reserved += staged.charged
@@ -433,7 +338,7 @@ class Engine:
 
     async def _grow(self, session: Session, staged: Staged, size: int) -> None:
         before = staged.charged
-        await staged.volume.grow(staged, size)
+        await staged.volume.files.grow(staged, size)
         session.reserved += staged.charged - before
 
     async def commit_file(
@@ -455,7 +360,7 @@ class Engine:
         try:
             lane.check()
         except BackingError:
-            await lane.finish(staged.volume.drop_file, staged)
+            await lane.finish(staged.volume.files.drop, staged)
             raise
 
         async def undo(opened: Opened) -> None:
@@ -467,18 +372,7 @@ class Engine:
         self, session: Session, staged: Staged, name: str, size: int, checksum: bytes | None, hold: bool
     ) -> Opened:
         volume, entry = staged.volume, staged.entry
-        try:
-            await volume.finish_file(staged, size, checksum)
-        except KvcsError:
-            await volume.abort([staged])
-            raise
-        entry.rename(name)
-        volume.catalog.pin([entry])
-        (failed,) = await volume.commit([staged])
-        if failed or not hold:
-            volume.release([entry])
-        if failed:
-            raise failed
+        await volume.files.publish(staged, name, size, checksum, hold)
         if not hold:
             return Opened(0, [entry], {}, [])
         fd = await volume.descriptor(session, entry)
@@ -489,7 +383,7 @@ class Engine:
     async def abort_file(self, session: Session, staged: Staged) -> None:
         """Give a staged file up, and close its descriptor."""
         session.pop(staged.token)
-        await staged.volume.lane.finish(staged.volume.drop_file, staged)
+        await staged.volume.lane.finish(staged.volume.files.drop, staged)
 
     # -- file work of the faces
 
@@ -498,61 +392,61 @@ class Engine:
 
         Raises BackingError when the file system hangs; what the work returns or raises then is dropped.
         """
-        lane = self.volume(index).lane
+        lane = self.volumes.at(index).lane
         return await lane.step(lane.run, job, *args)
 
     async def brief_work(self, index: int, job: Callable[[*Ts], T], *args: *Ts) -> T:
         """Run a face's own file work of microseconds: on the event loop while the file system is prompt."""
-        lane = self.volume(index).lane
+        lane = self.volumes.at(index).lane
         (result,) = await lane.step(lane.brief, lambda _, parts: [job(*parts[0])], [args])
         return result
 
     async def close_fds(self, index: int, fds: Sequence[int]) -> None:
         """Close descriptors that came from a batch of a mountpoint."""
-        volume = self.volume(index)
+        volume = self.volumes.at(index)
         await volume.lane.finish(volume.close_fds, fds)
 
     # -- looking and tending
 
     async def find(self, index: int, name: str) -> Entry | None:
         """The entry of a key as it is now, temporary ones too: no wait for writers, nothing renewed."""
-        found: Entry | None = self.volume(index).catalog.index.get(name)
+        found: Entry | None = self.volumes.at(index).catalog.index.get(name)
         return found
 
     async def space(self, index: int) -> tuple[int, int, int]:
         """Capacity, bytes that a put can have without an eviction, and entries."""
-        catalog = self.volume(index).catalog
+        catalog = self.volumes.at(index).catalog
         return catalog.ledger.capacity, max(catalog.room, 0), len(catalog.index)
 
     def settling(self, index: int) -> dict[str, trio.Event]:
         """Keys whose writers on a mount have all flushed: requests for them wait a moment for the event."""
-        return self.volume(index).settling
+        return self.volumes.at(index).settling
 
     def extras(self, index: int) -> dict[str, Any] | None:
         """What faces keep in the snapshot, live and plain; None until it was read, at the end of recovery."""
-        volume = self.volume(index)
+        volume = self.volumes.at(index)
         return None if volume.recovering else volume.extras
 
     async def usage(self, index: int, prefix: str) -> tuple[int, int, int]:
         """Entries, value bytes and charged bytes of the keys that start with `prefix`. O(1) for a directory."""
-        return self.volume(index).catalog.index.usage(prefix)
+        return self.volumes.at(index).catalog.index.usage(prefix)
 
     async def page(self, index: int, prefix: str, after: str, limit: int) -> list[Entry]:
         """Entries by key: at most `limit` that start with `prefix` and follow `after`. Renews nothing."""
-        return self.volume(index).catalog.index.page(prefix, after, limit)
+        return self.volumes.at(index).catalog.index.page(prefix, after, limit)
 
     async def children(self, index: int, directory: str, after: str | None, limit: int) -> list[str]:
         """Names directly in a directory ("" or ending with "/"), see `Index.children`. Renews nothing."""
-        return list(itertools.islice(self.volume(index).catalog.index.children(directory, after), limit))
+        return list(itertools.islice(self.volumes.at(index).catalog.index.children(directory, after), limit))
 
     async def is_directory(self, index: int, path: str) -> bool:
         """Whether keys lie below `path`, which is "" or ends with a slash."""
-        return self.volume(index).catalog.index.is_directory(path)
+        return self.volumes.at(index).catalog.index.is_directory(path)
 
     async def evict(self, index: int, prefix: str, target: int) -> tuple[int, int]:
         """Evict below a prefix; returns entries and charged bytes."""
-        volume = self.volume(index)
-        return await volume.lane.step(volume.evict, prefix, target)
+        volume = self.volumes.at(index)
+        return await volume.lane.step(volume.room.evict, prefix, target)
 
     async def remove_prefix(self, index: int, prefix: str) -> tuple[int, int]:
         """Delete every key with a prefix; returns entries and charged bytes."""
@@ -565,24 +459,13 @@ class Engine:
 
     async def verify_many(self, index: int, names: Sequence[str]) -> list[int]:
         """Read values and drop what is wrong; sizes, 0 for absent or dropped."""
-        volume = self.volume(index)
-        return await volume.lane.step(volume.verify, names)
+        volume = self.volumes.at(index)
+        return await volume.lane.step(volume.verifier.verify, names)
 
     async def verify_after(self, index: int, after: str, limit_bytes: int) -> Verified:
         """Read the values of the keys that follow `after`, about `limit_bytes` of them, and drop what is wrong."""
-        volume = self.volume(index)
-        batch: list[Entry] = []
-        page = await self.page(index, "", after, VERIFY_ENTRIES)
-        size = 0
-        for entry in page:
-            batch.append(entry)
-            size += entry.size
-            if size >= limit_bytes:
-                break
-        dropped = await volume.lane.step(volume.verify_entries, batch, True)
-        last = batch[-1].key if batch else ""
-        more = len(batch) < len(page) or len(page) == VERIFY_ENTRIES
-        return Verified(len(batch), size, [e.key for e in dropped], last, more)
+        volume = self.volumes.at(index)
+        return await volume.lane.step(volume.verifier.verify_after, after, limit_bytes)
 
     def status(self) -> dict[str, Any]:
         """Figures for people and for metrics."""
@@ -606,11 +489,3 @@ class Engine:
 def _fixed(mountpoint: MountpointConfig) -> MountpointConfig:
     """A mountpoint without what can change while it is served."""
     return dataclasses.replace(mountpoint, capacity=0, low_watermark=0.0, high_watermark=0.0)
-
-
-def raise_descriptor_limit() -> int:
-    """Raise the soft limit of open files to the hard one, and return it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return hard if hard != resource.RLIM_INFINITY else 1 << 20

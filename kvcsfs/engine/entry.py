@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 BLOCK = 4096
 UNPROVEN = 1  # stored before an unclean stop and not verified since; readers must verify it
+SOLE = 4  # the kernel proved at its commit that nobody has it open, and no descriptor was given out since
 TEMPORARY = 2  # under a temporary name: its bytes count, but it is no key for the SDK
 
 
@@ -41,7 +42,7 @@ class Entry:
         "checksum",  # xxh3-128 of the value, 16 bytes
         "created",  # seconds since the epoch
         "directory",  # the index's counters for it, while it is in there
-        "flags",  # UNPROVEN, TEMPORARY
+        "flags",  # UNPROVEN, TEMPORARY, SOLE
         "generation",
         "hits",
         "key",

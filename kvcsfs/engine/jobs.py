@@ -10,9 +10,10 @@ import os
 from collections.abc import Iterable, Sequence
 
 from kvcsfs.engine.catalog import FreeSlot, Plan
-from kvcsfs.engine.entry import Entry, charge
+from kvcsfs.engine.entry import SOLE, Entry, charge
 from kvcsfs.engine.faults import point
-from kvcsfs.engine.store import SlotStore, allocate, digest, failure
+from kvcsfs.engine.store import SlotStore
+from kvcsfs.engine.syscalls import allocate, digest, failure
 from kvcsfs.errors import KvcsError
 
 log = logging.getLogger(__name__)
@@ -65,14 +66,14 @@ def stage_many(
 
 def _recycle(store: SlotStore, victim: Entry, size: int) -> Prepared | KvcsError:
     try:
-        fd = store.recycle(victim.slot, size)
+        fd = store.recycle(victim.slot, size, bool(victim.flags & SOLE))
     except OSError as exc:
         return failure(exc, "recycling a slot")
     return (victim.slot, fd) if fd is not None else _create(store, size)
 
 
 def _create(store: SlotStore, size: int) -> Prepared | KvcsError:
-    slot = store.number()
+    slot = store.directory.number()
     try:
         return slot, store.create(slot, size)
     except OSError as exc:
@@ -104,7 +105,7 @@ def _unlinked(store: SlotStore, slot: int) -> bool:
 
 def create_file(store: SlotStore) -> Prepared:
     """A new slot file, empty, with a descriptor to read and write it: for a value of unknown size."""
-    slot = store.number()
+    slot = store.directory.number()
     try:
         return slot, store.create_own(slot)
     except OSError as exc:
@@ -213,11 +214,11 @@ def grow_file(fd: int, size: int) -> KvcsError | None:
 
 def examine(store: SlotStore, write: bool) -> tuple[bool, OSError | None]:
     """Whether the backing directory is where it was; and, with `write`, why it takes no writes (None: it does)."""
-    if not store.is_there():
+    if not store.directory.is_there():
         return False, None
     try:
         if write:
-            store.try_write()
+            store.directory.try_write()
     except OSError as exc:
         return True, exc
     return True, None
@@ -289,7 +290,7 @@ def recycle_many(
         try:
             size = entry.charged
             point("remove.begun")
-            fd = store.recycle(entry.slot, size)
+            fd = store.recycle(entry.slot, size, bool(entry.flags & SOLE))
             if fd is not None and not held:
                 os.close(fd)
             results.append(None if fd is None else FreeSlot(entry.slot, size, fd if held else -1))

@@ -49,7 +49,7 @@ class Lane:
 
     def __init__(self, store: SlotStore) -> None:
         self._store = store
-        self._name = str(store.path)
+        self._name = str(store.directory.path)
         self._slow_until = 0.0 if store.is_local else float("inf")
         self.hung = False
         self.hangs = 0

@@ -19,9 +19,10 @@ import xxhash
 
 from kvcsfs.engine import scan
 from kvcsfs.engine.catalog import Catalog, FreeSlot
-from kvcsfs.engine.entry import UNPROVEN, Entry, flags_of
+from kvcsfs.engine.directory import Directory, boot_id
+from kvcsfs.engine.entry import SOLE, UNPROVEN, Entry, flags_of
 from kvcsfs.engine.faults import point
-from kvcsfs.engine.store import SlotStore, boot_id
+from kvcsfs.engine.store import SlotStore
 
 log = logging.getLogger(__name__)
 
@@ -67,14 +68,14 @@ class SnapshotWriter:
     Blocks of msgpack, each behind its length and checksum; an empty block parts the rows from the tail.
     """
 
-    def __init__(self, store: SlotStore) -> None:
-        self._store = store
+    def __init__(self, directory: Directory) -> None:
+        self._directory = directory
         self._file = open("snapshot.new", "wb", opener=self._private)  # noqa: SIM115 closed by finish
         point("snapshot.begun")
 
     def _private(self, name: str, flags: int) -> int:
         """Open by the directory's descriptor: its path may lead elsewhere by now."""
-        return os.open(name, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=self._store.root)
+        return os.open(name, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=self._directory.root)
 
     def add(self, block: Sequence[Row]) -> None:
         """Append rows."""
@@ -82,10 +83,10 @@ class SnapshotWriter:
 
     def finish(self, free: Iterable[FreeSlot], extras: dict[str, Any], clean: bool) -> None:
         """Append the tail, make it durable and put it in place."""
-        tail = Tail(FORMAT, self._store.epoch, boot_id(), clean, [(s.slot, s.size) for s in free], extras)
+        tail = Tail(FORMAT, self._directory.epoch, boot_id(), clean, [(s.slot, s.size) for s in free], extras)
         self._write(b"")
         self._write(msgspec.msgpack.encode(tail))
-        root = self._store.root
+        root = self._directory.root
         with self._file as file:
             file.flush()
             point("snapshot.written")
@@ -100,7 +101,7 @@ class SnapshotWriter:
         with contextlib.suppress(OSError):  # what is buffered may not fit: it is not wanted
             self._file.close()
         with contextlib.suppress(OSError):
-            os.unlink("snapshot.new", dir_fd=self._store.root)
+            os.unlink("snapshot.new", dir_fd=self._directory.root)
 
     def _write(self, block: bytes) -> None:
         self._file.write(len(block).to_bytes(4, "little") + xxhash.xxh3_64_digest(block) + block)
@@ -168,10 +169,10 @@ class Watch:
 def recover(store: SlotStore, watch: Watch | None = None) -> Found:
     """Find every committed value of a store, and remove what is left of others. Raises OSError, Stopped."""
     watch = watch or Watch()
-    snapshot = read_snapshot(store.path / "snapshot", watch)
+    snapshot = read_snapshot(store.directory.path / "snapshot", watch)
     extras = snapshot[1].extras if snapshot else {}
-    if snapshot and snapshot[1].clean and snapshot[1].epoch == store.previous_epoch:
-        doubt = 0 if store.previous_boot == boot_id() else UNPROVEN
+    if snapshot and snapshot[1].clean and snapshot[1].epoch == store.directory.previous_epoch:
+        doubt = 0 if store.directory.previous_boot == boot_id() else UNPROVEN
         entries = [_entry(row, doubt) for row in snapshot[0]]
         free = [FreeSlot(slot, size) for slot, size in snapshot[1].free_slots]
         found = Found(entries, free, extras, clean=True)
@@ -179,7 +180,7 @@ def recover(store: SlotStore, watch: Watch | None = None) -> Found:
         known = {row[1]: row for row in snapshot[0]} if snapshot else {}
         found = _scan(store, known, watch)
         found.extras = extras
-        store.resume_after(max((e.generation for e in found.entries), default=0))
+        store.directory.resume_after(max((e.generation for e in found.entries), default=0))
     point("recovery.read")
     # Of entries used in one batch the later ones were refreshed first: they were put later, and are needed less.
     found.entries.sort(key=lambda e: (e.used, -e.generation))
@@ -188,7 +189,7 @@ def recover(store: SlotStore, watch: Watch | None = None) -> Found:
 
 def _entry(row: Row, doubt: int) -> Entry:
     key, slot, size, checksum, generation, created, used, hits, flags = row
-    entry = Entry(key, slot, size, checksum, generation, created, flags | doubt)
+    entry = Entry(key, slot, size, checksum, generation, created, flags & ~SOLE | doubt)
     entry.used, entry.hits = used, hits
     return entry
 
@@ -197,7 +198,7 @@ def _scan(store: SlotStore, known: dict[int, Row], watch: Watch) -> Found:
     """Entries from footers: of two with one key the higher generation wins. All else is unlinked."""
     best: dict[str, Entry] = {}
     leftovers: list[int] = []
-    for number, folder in enumerate(scan.scan(store.path / "slots")):
+    for number, folder in enumerate(scan.scan(store.directory.path / "slots")):
         for complaint in folder.complaints:
             log.warning("%s", complaint)
         leftovers += folder.leftovers
@@ -232,4 +233,4 @@ def _unlink(store: SlotStore, slot: int) -> None:
         store.unlink(slot)
         point("recovery.unlinked")
     except OSError as exc:
-        log.warning("%s: slot %x can't be removed: %s", store.path, slot, exc.strerror)
+        log.warning("%s: slot %x can't be removed: %s", store.directory.path, slot, exc.strerror)

@@ -24,7 +24,7 @@ class Lease:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Staged:
-    """One value on its way in. `entry` isn't in the index yet; `charged` is its charge, the bytes reserved.
+    """One value on its way in. `entry` isn't in the index yet; its charge is what is reserved.
 
     `fd` is the writable descriptor, owned by whoever got this from the engine. `token` names the reservation within
     its session; `expires` is a time of trio's clock.
@@ -32,10 +32,14 @@ class Staged:
 
     volume: Volume
     entry: Entry
-    charged: int
     fd: int
     token: int = 0
     expires: float = float("inf")
+
+    @property
+    def charged(self) -> int:
+        """Bytes reserved for it."""
+        return self.entry.charged
 
 
 class Session:

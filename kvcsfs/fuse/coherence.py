@@ -52,7 +52,7 @@ class Coherence:
     async def run(self) -> None:
         """Look after what was noted, until cancelled."""
         self._thread.start()
-        await self._tree.engine.recovered()
+        await self._tree.engine.volumes.recovered()
         for index in range(len(self._tree.engine.volumes)):
             await self._prune(index)
         while True:

@@ -21,7 +21,7 @@ from pathlib import Path
 import trio
 
 from kvcs import KvcsLowLevelClient, LLGetItemOpt, LLPutItem
-from kvcsfs.batch import BatchFace
+from kvcsfs.batch.face import BatchFace
 from kvcsfs.config import Config, MountpointConfig
 from kvcsfs.engine.engine import Engine
 from kvcsfs.engine.entry import Entry, charge
@@ -46,7 +46,7 @@ def serve(data: str, socket: str, entries: int) -> None:
     async def main() -> None:
         engine = Engine(config)
         async with engine.running():
-            await engine.recovered()
+            await engine.volumes.recovered()
             keys = [key_of(i) for i in range(entries)]
             gc.disable()
             before = resident_bytes()

@@ -44,8 +44,8 @@ async def test_from_footers(tmp_path):
     store = SlotStore(tmp_path)
     value = checksum(b"value")
     for i in range(SCANNED):
-        slot = store.number()
-        block = footer.pack(key(i), 5, store.number(), 1e9 + i, value)
+        slot = store.directory.number()
+        block = footer.pack(key(i), 5, store.directory.number(), 1e9 + i, value)
         path_of(tmp_path, slot).write_bytes(b"value".ljust(BLOCK, b"\0") + block)
     store.close()
     for _ in range(3):
@@ -59,7 +59,7 @@ async def test_from_footers(tmp_path):
 
 async def test_from_a_snapshot(tmp_path):
     store = SlotStore(tmp_path)
-    writer = recovery.SnapshotWriter(store)
+    writer = recovery.SnapshotWriter(store.directory)
     value = checksum(b"value")
     for start in range(0, SNAPSHOT, recovery.SLICE):
         made = [Entry(key(i), i, 5, value, i, 1e9 + i) for i in range(start, start + recovery.SLICE)]

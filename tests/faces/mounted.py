@@ -159,7 +159,7 @@ class Server:
     async def serve(self) -> None:
         """Answer until stdin ends."""
         async with self.engine.running(), trio.open_nursery() as nursery:
-            await self.engine.recovered()
+            await self.engine.volumes.recovered()
             await self.mount.start(nursery)
             print("ready", flush=True)
             while line := await trio.to_thread.run_sync(sys.stdin.readline):

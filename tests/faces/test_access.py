@@ -14,7 +14,7 @@ import pytest
 import trio
 
 from kvcsfs import wire
-from kvcsfs.batch import BatchFace
+from kvcsfs.batch.face import BatchFace
 from kvcsfs.config import AccessRule
 from kvcsfs.engine.engine import Engine
 from tests.rawclient import RawClient

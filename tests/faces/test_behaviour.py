@@ -63,7 +63,7 @@ class EngineDoor:
     async def _main(self, ready: threading.Event) -> None:
         self._token, self._stop = trio.lowlevel.current_trio_token(), trio.Event()
         async with self._engine.running():
-            await self._engine.recovered()
+            await self._engine.volumes.recovered()
             self._session = self._engine.session(0)
             ready.set()
             await self._stop.wait()

@@ -216,7 +216,7 @@ def test_serve_ask_stop_and_start_again(tmp_path):
 
 def log_of(d: Daemon) -> str:
     """All that a daemon on an empty directory logs in a quiet life."""
-    return f"INFO kvcsfs.engine.engine: {d.data}: 0 entries\nINFO kvcsfs.daemon: stopping on SIGTERM\n"
+    return f"INFO kvcsfs.engine.volumes: {d.data}: 0 entries\nINFO kvcsfs.daemon: stopping on SIGTERM\n"
 
 
 def test_after_a_kill_everything_committed_is_there(tmp_path):

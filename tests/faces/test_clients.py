@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import trio
 
-from kvcsfs import batch, wire
-from kvcsfs.batch import BatchFace
+from kvcsfs import wire
+from kvcsfs.batch import connection, face
+from kvcsfs.batch.face import BatchFace
 from kvcsfs.engine.engine import Engine
 from tests.rawclient import RawClient
 from tests.stores import config, running
@@ -55,7 +56,7 @@ def works(path: Path) -> None:
 
 
 async def test_one_users_connections_do_not_keep_others_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(batch, "MAX_USER_CONNECTIONS", 50)
+    monkeypatch.setattr(face, "MAX_USER_CONNECTIONS", 50)
 
     def script() -> None:
         clients = [RawClient(tmp_path / "sock") for _ in range(50)]
@@ -104,7 +105,7 @@ async def test_thousands_of_connections_in_a_row_leave_nothing(tmp_path):
 
 @pytest.mark.parametrize("sent", [b"", b"\x10", b"\x10\0\0\0abc"])
 async def test_who_never_says_hello_is_cut_off(tmp_path, monkeypatch, sent):
-    monkeypatch.setattr(batch, "HELLO_SECONDS", 0.1)
+    monkeypatch.setattr(connection, "HELLO_SECONDS", 0.1)
 
     def script() -> None:
         with connected(tmp_path) as silent:
@@ -117,7 +118,7 @@ async def test_who_never_says_hello_is_cut_off(tmp_path, monkeypatch, sent):
 
 
 async def test_half_a_frame_is_not_waited_for_for_ever(tmp_path, monkeypatch):
-    monkeypatch.setattr(batch, "FRAME_SECONDS", 0.1)
+    monkeypatch.setattr(connection, "FRAME_SECONDS", 0.1)
 
     def script() -> None:
         with RawClient(tmp_path / "sock") as idle, RawClient(tmp_path / "sock") as half:

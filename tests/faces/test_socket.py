@@ -19,7 +19,8 @@ import trio
 import trio.testing
 
 from kvcsfs import wire
-from kvcsfs.batch import TTL_GRACE_SECONDS, BatchFace, listen
+from kvcsfs.batch.face import BatchFace, listen
+from kvcsfs.batch.requests import TTL_GRACE_SECONDS
 from kvcsfs.engine import jobs
 from kvcsfs.engine.engine import Engine
 from kvcsfs.engine.store import SlotStore

@@ -13,7 +13,7 @@ import pytest
 import trio
 
 from kvcsfs.config import Config, MountpointConfig
-from kvcsfs.engine import volume as volume_module
+from kvcsfs.engine import upkeep
 from kvcsfs.engine.engine import Engine
 from kvcsfs.errors import BackingError, CapacityError
 from tests.faults.loop import make_image, mounted, needs_root
@@ -27,7 +27,7 @@ _SHUTDOWN = 0x8004587D  # EXT4_IOC_SHUTDOWN: from now on the file system fails, 
 
 @pytest.fixture
 def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(volume_module, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(upkeep, "LOOK_SECONDS", 0.02)
 
 
 @pytest.fixture
@@ -168,7 +168,7 @@ async def test_a_disk_that_turns_read_only_and_back(
     real = os.open
 
     def read_only(path, flags, mode=0o777, *, dir_fd=None):
-        if flags & (os.O_WRONLY | os.O_RDWR) and dir_fd in (store.root, store._slots):
+        if flags & (os.O_WRONLY | os.O_RDWR) and dir_fd in (store.directory.root, store._slots):
             raise OSError(30, "Read-only file system")
         return real(path, flags, mode, dir_fd=dir_fd)
 
@@ -195,7 +195,7 @@ async def unmounted_and_replaced(
     with pytest.raises(BackingError):
         await put(engine, session, "new", VALUE, 1)
     assert await put(engine, session, "new", VALUE, 0) is None
-    await engine.volumes[1].checkpoint()
+    await engine.volumes[1].upkeep.checkpoint()
     back()
     await until(lambda: state(engine, 1) == ("ready", ""))
     assert await get(engine, session, "k", 1) == VALUE
@@ -264,6 +264,6 @@ async def test_one_file_that_can_not_be_removed(tmp_path, expected_warnings):
             assert ledger.retired == entry.charged
         finally:
             run("chattr", "-i", path)
-        engine.volumes[0]._loose.set()
+        engine.volumes[0].room.loose.set()
         await until(lambda: not ledger.retired)
         assert path not in slot_files(data) or ledger.used == bytes_on_disk(data)

@@ -14,8 +14,7 @@ import pytest
 import trio
 
 from kvcsfs.config import Config, MountpointConfig
-from kvcsfs.engine import engine as engine_module
-from kvcsfs.engine import recovery
+from kvcsfs.engine import recovery, volumes
 from kvcsfs.engine.engine import Engine
 from kvcsfs.engine.session import Staged
 from kvcsfs.errors import BusyError
@@ -72,7 +71,7 @@ async def test_a_start_that_can_not_read_tries_again(tmp_path, monkeypatch, expe
         return real(store, watch)
 
     monkeypatch.setattr(recovery, "recover", failing)
-    monkeypatch.setattr(engine_module, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(volumes, "RETRY_SECONDS", 0.01)
     async with running(settings) as engine:
         assert failures == []
         assert await get(engine, engine.session(0), "k") == b"x"
@@ -83,7 +82,7 @@ async def test_one_mountpoint_that_can_not_be_read_stays_alone(tmp_path, monkeyp
     real = recovery.recover
 
     def failing(store, watch):
-        if store.path.name == "data1":
+        if store.directory.path.name == "data1":
             raise OSError(errno.EIO, "Input/output error")
         return real(store, watch)
 
@@ -115,7 +114,7 @@ async def test_a_checkpoint_that_finds_no_room_is_told_and_tried_again(
         trio.from_thread.run_sync(done.set)
 
     monkeypatch.setattr(recovery.SnapshotWriter, "finish", full)
-    monkeypatch.setattr(engine_module, "CHECKPOINT_SECONDS", 0.01)
+    monkeypatch.setattr(volumes, "CHECKPOINT_SECONDS", 0.01)
     async with running(config(tmp_path)) as engine:
         with trio.fail_after(10):
             await done.wait()

@@ -50,7 +50,7 @@ async def two(tmp_path: Path) -> AsyncIterator[Engine]:
     points = tuple(MountpointConfig(tmp_path / n, 64 << 20, 0.0, 0.0) for n in ("local", "hanging"))
     engine = Engine(Config(points, tmp_path / "sock", backend="pooled"))
     async with engine.running():
-        await engine.recovered()
+        await engine.volumes.recovered()
         yield engine
 
 
@@ -323,9 +323,10 @@ def test_a_reload_does_not_wait_for_a_directory_that_hangs(tmp_path, backing):
 
 LOOP_STANDS_STILL = """
 import time
-from kvcsfs import batch, daemon
+from kvcsfs import daemon
+from kvcsfs.batch import face
 daemon.STILL_SECONDS = 1.0
-batch.BatchFace.stop = lambda self: time.sleep(60)
+face.BatchFace.stop = lambda self: time.sleep(60)
 """
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from kvcsfs.batch import BatchFace
+from kvcsfs.batch.face import BatchFace
 from tests.stores import bytes_on_disk, config, running, settle
 
 pytestmark = pytest.mark.fault

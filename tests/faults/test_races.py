@@ -610,7 +610,7 @@ async def test_what_can_not_be_removed_stays_counted_and_is_tried_again(tmp_path
             assert await keys(engine) == []
             assert engine.volumes[0].catalog.ledger.retired == VALUE + BLOCK
             adds_up(engine)
-        await engine.volumes[0].reclaim(list(engine.volumes[0].catalog.retired))
+        await engine.volumes[0].room.reclaim(list(engine.volumes[0].catalog.retired))
         assert engine.volumes[0].catalog.ledger.retired == 0
         adds_up(engine)
 
@@ -638,7 +638,7 @@ async def test_victims_that_can_not_be_removed_never_take_the_store_over_its_cap
         for r in results:
             if isinstance(r, Staged):
                 os.close(r.fd)
-        await engine.volumes[0].reclaim(list(engine.volumes[0].catalog.retired))
+        await engine.volumes[0].room.reclaim(list(engine.volumes[0].catalog.retired))
         assert await put(engine, session, "later", b"y" * VALUE) is None
         adds_up(engine)
         await engine.close_session(session)
@@ -666,7 +666,7 @@ async def test_files_that_can_not_be_removed_do_not_make_the_evictor_empty_the_s
                     await trio.sleep(0.001)
             await trio.testing.wait_all_tasks_blocked(0.05)
             assert len(await keys(engine)) > 50
-        await engine.volumes[0].reclaim(list(engine.volumes[0].catalog.retired))
+        await engine.volumes[0].room.reclaim(list(engine.volumes[0].catalog.retired))
         adds_up(engine)
 
 

@@ -160,7 +160,7 @@ class Workload:
     async def checkpoint(self) -> None:
         order = [e.key for e in self.engine.volumes[0].catalog.lru]
         self.log.write(ordering=order)
-        await self.engine.volumes[0].checkpoint()
+        await self.engine.volumes[0].upkeep.checkpoint()
         self.log.write(order=order)
 
 
@@ -168,7 +168,7 @@ async def main(data: Path, log: Path, seed: int, operations: int) -> None:
     durability = os.environ.get("WORKLOAD_DURABILITY", "none")
     engine = Engine(Config((MountpointConfig(data, CAPACITY, 0.0, 0.0, durability=durability),)))
     async with engine.running():
-        await engine.recovered()
+        await engine.volumes.recovered()
         workload = Workload(engine, Log(log), Record(log), random.Random(seed))
         await workload.run(operations)
         engine.check()

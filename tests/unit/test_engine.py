@@ -11,7 +11,7 @@ import trio.lowlevel
 
 from kvcsfs.engine import recovery
 from kvcsfs.engine.engine import EXPIRY_SECONDS, Engine
-from kvcsfs.engine.entry import BLOCK, Entry, charge
+from kvcsfs.engine.entry import BLOCK, SOLE, Entry, charge
 from kvcsfs.engine.session import Staged
 from kvcsfs.errors import (
     BusyError,
@@ -638,7 +638,7 @@ async def test_after_an_unclean_stop_every_committed_value_is_there(tmp_path):
         session = engine.session(0)
         staged = await reserve(engine, session, "m/staged", 5000)
         os.pwrite(staged.fd, b"x" * 5000, 0)
-        await engine.volumes[0].checkpoint()
+        await engine.volumes[0].upkeep.checkpoint()
         contents |= values(["m/late"])
         await put(engine, session, "m/late", contents["m/late"])
         shutil.copytree(tmp_path / "data0", tmp_path / "crash" / "data0")
@@ -689,7 +689,7 @@ async def test_while_it_recovers_the_store_misses_and_is_busy(tmp_path, monkeypa
         with pytest.raises(BusyError):
             await engine.delete_many(0, ["k"])
         go.set()
-        await engine.recovered()
+        await engine.volumes.recovered()
         assert await get(engine, session, "k") == b"x"
 
 
@@ -757,3 +757,16 @@ def test_the_engine_refuses_when_one_directory_is_in_use(tmp_path):
     second = Engine(config(tmp_path, mountpoints=2))  # what was opened was given up
     for volume in second.volumes:
         volume.store.close()
+
+
+async def test_what_nobody_opened_since_its_commit_is_known_to_be_ours_alone(tmp_path):
+    async with running(config(tmp_path)) as engine:
+        session = engine.session(0)
+        await put(engine, session, "a", b"x")
+        await put(engine, session, "b", b"x")
+        opened = await engine.open_many(session, 0, ["b"])
+        engine.release(session, opened.lease)
+        assert [bool(e.flags & SOLE) for e in await engine.page(0, "", "", 9)] == [True, False]
+    async with running(config(tmp_path)) as engine:
+        found = await engine.page(0, "", "", 9)
+        assert [bool(e.flags & SOLE) for e in found] == [False, False], "who knows after a restart"

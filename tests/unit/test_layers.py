@@ -38,7 +38,7 @@ LAYERS = (
         ("kvcsfs.engine", "kvcsfs.errors", "kvcsfs.config"),
         ("sortedcontainers", "msgspec", "xxhash"),
     ),
-    # The asynchronous face of the engine, its part for one mountpoint and the latter's scrub; the rest is synchronous.
+    # The asynchronous face of the engine, and what waits or has tasks below it; no other needs trio.
     *(
         Layer(
             name,
@@ -47,7 +47,10 @@ LAYERS = (
         )
         for name in (
             "kvcsfs.engine.engine",
+            "kvcsfs.engine.volumes",
             "kvcsfs.engine.volume",
+            "kvcsfs.engine.room",
+            "kvcsfs.engine.upkeep",
             "kvcsfs.engine.lane",
             "kvcsfs.engine.scrub",
         )
@@ -60,8 +63,8 @@ LAYERS = (
     ),
     Layer(
         "kvcsfs.batch",
-        ("kvcsfs.engine", "kvcsfs.wire", "kvcsfs.errors"),
-        ("trio", "socket", "msgspec"),
+        ("kvcsfs.batch", "kvcsfs.engine", "kvcsfs.wire", "kvcsfs.errors"),
+        ("trio", "socket"),
     ),
     Layer(
         "kvcsfs.daemon",

@@ -26,7 +26,7 @@ def restart(path: Path) -> Found:
 
 
 def snapshot(store: SlotStore, entries: list[Entry], clean: bool, free: tuple[FreeSlot, ...] = ()) -> None:
-    writer = SnapshotWriter(store)
+    writer = SnapshotWriter(store.directory)
     writer.add(recovery.rows(entries))
     writer.finish(free, {"modes": 1}, clean)
 
@@ -194,7 +194,7 @@ def test_a_clean_snapshot_is_clean_once(tmp_path):
 
 def test_a_stale_snapshot_only_gives_the_order_of_use(tmp_path):
     store, a, b = two(tmp_path)
-    gone = Entry("gone", store.number(), 1, bytes(16), 1, 1.0)
+    gone = Entry("gone", store.directory.number(), 1, bytes(16), 1, 1.0)
     snapshot(store, [a, b, gone], clean=False, free=(FreeSlot(77, 8192),))
     b2 = stored(store, "b", b"new")
     store.void(b)
@@ -239,7 +239,7 @@ def test_a_snapshot_half_written_never_takes_the_place_of_the_last(tmp_path):
     store, a, b = two(tmp_path)
     snapshot(store, [a, b], clean=False)
     before = (tmp_path / "snapshot").read_bytes()
-    writer = SnapshotWriter(store)
+    writer = SnapshotWriter(store.directory)
     writer.add(recovery.rows([a]))
     writer.abandon()
     assert (tmp_path / "snapshot").read_bytes() == before

@@ -30,10 +30,10 @@ def store(tmp_path) -> Iterator[SlotStore]:
 
 def staged(store: SlotStore, value: bytes = VALUE) -> tuple[Entry, int]:
     """A written object that isn't sealed, and its writable descriptor."""
-    slot = store.number()
+    slot = store.directory.number()
     fd = store.create(slot, charge(len(value)))
     os.pwrite(fd, value, 0)
-    return Entry("k", slot, len(value), checksum(value), store.number(), 1.0), fd
+    return Entry("k", slot, len(value), checksum(value), store.directory.number(), 1.0), fd
 
 
 # -- the object
@@ -53,7 +53,7 @@ def test_a_sealed_object_is_value_padding_footer(store, tmp_path):
 def footers(store: SlotStore) -> dict[int, str | None]:
     """The key of every slot, None for one of no value."""
     found: dict[int, str | None] = {}
-    for folder in scan(store.path / "slots"):
+    for folder in scan(store.directory.path / "slots"):
         assert not folder.complaints
         found.update({row[0]: row[1] for row in folder.rows} | dict.fromkeys(folder.leftovers))
     return found
@@ -75,13 +75,13 @@ def test_voiding_or_unlinking_what_is_gone_is_fine(store):
 
 def test_numbers_never_come_again(tmp_path):
     first = SlotStore(tmp_path)
-    a = [first.number(), first.number()]
+    a = [first.directory.number(), first.directory.number()]
     first.close()
     second = SlotStore(tmp_path)
-    b = second.number()
+    b = second.directory.number()
     second.close()
     assert a[0] < a[1] < b
-    assert b >> 40 == second.epoch == first.epoch + 1
+    assert b >> 40 == second.directory.epoch == first.directory.epoch + 1
 
 
 # -- recycle

@@ -1,0 +1,62 @@
+"""Sender: frames to one client, whole, and one with descriptors only after the last such frame was read."""
+
+from __future__ import annotations
+
+import array
+import errno
+import fcntl
+import socket
+from collections.abc import Callable, Sequence
+
+import trio
+
+from kvcsfs import wire
+from kvcsfs.errors import ProtocolError
+
+_SIOCOUTQ = 0x5411  # bytes the peer hasn't read, unix(7)
+
+
+class Sender:
+    """The sending side of a connection's socket. The connection closes it."""
+
+    def __init__(self, client: socket.socket) -> None:
+        self._socket = client
+        self._turn = trio.Lock()
+        self._descriptors_sent = False
+
+    async def send(
+        self, reply: wire.Message, fds: Sequence[int] = (), still_valid: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Send one frame whole, its descriptors on its first byte."""
+        frame = wire.encode(reply)
+        async with self._turn:
+            if fds:
+                await self._descriptors_taken()
+            control = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+            view = memoryview(frame)
+            while view:
+                if control and not still_valid():
+                    raise ProtocolError("the lease was released before it was sent whole")
+                try:
+                    sent = self._socket.sendmsg([view], control, socket.MSG_NOSIGNAL)
+                except BlockingIOError:
+                    await trio.lowlevel.wait_writable(self._socket)
+                    continue
+                except OSError as exc:
+                    if exc.errno != errno.ETOOMANYREFS:
+                        raise
+                    # Descriptors in flight count against the user: others must take theirs.
+                    await trio.sleep(0.01)
+                    continue
+                view = view[sent:]
+                control = []
+            self._descriptors_sent = bool(fds) or self._descriptors_sent
+
+    async def _descriptors_taken(self) -> None:
+        """Wait until the client has read the last frame with descriptors: one may be in flight."""
+        while self._descriptors_sent:
+            unread = fcntl.ioctl(self._socket, _SIOCOUTQ, b"\0\0\0\0")
+            if unread == b"\0\0\0\0":
+                self._descriptors_sent = False
+                return
+            await trio.sleep(0.0005)

@@ -1,0 +1,136 @@
+"""Volumes: the volumes of all mountpoints, from the start of their lanes to their snapshots."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import resource
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+
+import trio
+
+from kvcsfs.config import Config
+from kvcsfs.engine.access import Access
+from kvcsfs.engine.room import RETRY_SECONDS
+from kvcsfs.engine.volume import Volume, Watcher
+from kvcsfs.errors import MountpointError
+
+log = logging.getLogger(__name__)
+
+CHECKPOINT_SECONDS = 60.0
+
+
+class Volumes:
+    """A volume for each mountpoint, in the order of the configuration.
+
+    Raises ConfigError when a backing directory can't be used.
+    """
+
+    def __init__(self, config: Config, watch: Watcher, access: Access) -> None:
+        self._direct = config.backend == "direct"
+        self._all: list[Volume] = []
+        limit = max(64, raise_descriptor_limit() // 2 // len(config.mountpoints))
+        try:
+            for i, mountpoint in enumerate(config.mountpoints):
+                self._all.append(Volume(i, mountpoint, limit, watch, access))
+        except BaseException:
+            for volume in self._all:
+                volume.store.close()
+            raise
+
+    def __iter__(self) -> Iterator[Volume]:
+        return iter(self._all)
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def __getitem__(self, position: int) -> Volume:
+        return self._all[position]
+
+    def at(self, index: int) -> Volume:
+        """The volume of a mountpoint index; with the direct backend there is one for all. Raises MountpointError."""
+        if self._direct:
+            return self._all[0]
+        if not 0 <= index < len(self._all):
+            raise MountpointError(f"mountpoint {index} isn't configured, expected 0 to {len(self._all) - 1}")
+        return self._all[index]
+
+    @asynccontextmanager
+    async def running(
+        self, background: Callable[[], Awaitable[None]], ending: Callable[[], Awaitable[None]]
+    ) -> AsyncIterator[None]:
+        """Recover in the background and serve; at the end await `ending`, then write the snapshots.
+
+        `background` is a task beside those of the volumes; it ends with them, before `ending`.
+        """
+        gc.disable()  # it would look at all the entries again and again while they are made
+        async with trio.open_nursery() as lanes:
+            for volume in self._all:
+                await lanes.start(volume.lane.serve)
+            try:
+                async with trio.open_nursery() as nursery:
+                    for volume in self._all:
+                        nursery.start_soon(self._recover, volume)
+                        nursery.start_soon(volume.room.keep)
+                        nursery.start_soon(volume.room.reclaim_loose)
+                        nursery.start_soon(volume.scrub.run)
+                        nursery.start_soon(volume.upkeep.look_after)
+                        nursery.start_soon(self._checkpoints, volume)
+                    nursery.start_soon(background)
+                    try:
+                        yield
+                    finally:
+                        nursery.cancel_scope.cancel()
+                        for volume in self._all:
+                            volume.lane.end()
+            finally:
+                gc.enable()
+                with trio.CancelScope(shield=True):
+                    await self._close(ending)
+
+    async def _close(self, ending: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await ending()
+            async with trio.open_nursery() as closing:
+                for volume in self._all:
+                    closing.start_soon(volume.upkeep.close)
+        finally:
+            for volume in self._all:
+                volume.lane.stop()
+
+    async def _recover(self, volume: Volume) -> None:
+        while volume.recovering:
+            try:
+                await volume.upkeep.recover()
+            except OSError as exc:  # the other mountpoints serve; this one misses and is busy
+                log.warning("%s: can't be read, trying again: %s", volume.config.path, exc.strerror)
+                await trio.sleep(RETRY_SECONDS)
+        if any(v.recovering for v in self._all):
+            return
+        # Entries are millions of long-lived objects; a full collection over them would stop the loop for seconds.
+        gc.freeze()
+        gc.enable()
+        log.info("%s: %d entries", volume.config.path, len(volume.catalog.index))
+
+    async def recovered(self) -> None:
+        """Wait until every mountpoint has its entries."""
+        while any(volume.recovering for volume in self._all):
+            await trio.sleep(0.01)
+
+    async def _checkpoints(self, volume: Volume) -> None:
+        while True:
+            await trio.sleep(CHECKPOINT_SECONDS)
+            try:
+                await volume.upkeep.checkpoint()
+            except OSError as exc:
+                log.warning("%s: no checkpoint: %s", volume.config.path, exc.strerror)
+            gc.freeze()  # what was added meanwhile
+
+
+def raise_descriptor_limit() -> int:
+    """Raise the soft limit of open files to the hard one, and return it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard if hard != resource.RLIM_INFINITY else 1 << 20
