@@ -24,7 +24,6 @@ from kvcsfs.sdk.writing import Slots, Writing
 
 # Of one reserve: enough to carry its round trips, small enough that the lanes of a batch overlap.
 PART_KEYS = 64
-PART_BYTES = 64 << 20
 _NO_POINT = wire.MountpointInfo(0, 0)
 
 
@@ -100,7 +99,7 @@ class Put:
     def _run_parts(self, places: Sequence[int]) -> None:
         """Run all parts in two lanes: while one moves bytes, the daemon reserves or commits for the other."""
         todo = _Todo(places)
-        if len(places) > PART_KEYS or sum(self.sizes[place] for place in places) > PART_BYTES:
+        if len(places) > PART_KEYS:
             self._lanes = 2
         second = Errand(self._core.simple, partial(self._lane, todo)) if self._lanes > 1 else None
         try:
@@ -138,11 +137,12 @@ class Put:
         """How many keys the next part has: all lanes must fit into what one connection may reserve; at least one."""
         count = min(PART_KEYS, self._core.channel.max_fds, key_limit(self._core, link))
         gate = link.gate(self._mountpoint)
-        limit = min(PART_BYTES, gate.limit // self._lanes) if gate is not None else PART_BYTES
+        if gate is None:
+            return count
         charge = 0
         for i, place in enumerate(places[:count]):
             charge += charged_bytes(self.sizes[place])
-            if charge > limit:
+            if charge > gate.limit // self._lanes:
                 return max(1, i)
         return count
 
