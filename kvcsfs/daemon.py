@@ -38,11 +38,15 @@ def run(read: Callable[[], Config]) -> None:
     """Serve what `read` says until SIGTERM or SIGINT; SIGHUP reads again. Raises ConfigError when it can't start."""
     try:
         trio.run(_serve, read, restrict_keyboard_interrupt_to_checkpoints=True)
-    except* ConfigError as group:
-        raise _first(group) from None
+    except BaseExceptionGroup as group:
+        refused, others = group.split(ConfigError)
+        if refused is None or others is not None:
+            raise
+        raise first_of(refused) from None  # not in `except*`: Python 3.11.2 wraps what is raised there
 
 
-def _first(group: BaseExceptionGroup[ConfigError]) -> BaseException:
+def first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first exception in nested groups."""
     exc: BaseException = group
     while isinstance(exc, BaseExceptionGroup):
         exc = exc.exceptions[0]

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import logging
 import re
+import signal
 from collections.abc import Iterator
 
 import pytest
+
+# A shell starts what it runs in the background with SIGINT ignored, and our children would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ import trio
 import xxhash
 
 from kvcsfs.config import Config, MountpointConfig, Permissions, Place
+from kvcsfs.daemon import first_of
 from kvcsfs.engine.engine import Engine
 from kvcsfs.engine.session import Staged
 from kvcsfs.errors import ConfigError
@@ -226,11 +227,11 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s %(message)s")
     try:
         trio.run(Server(Path(data), Path(path), int(capacity), int(count), json.loads(options)).serve)
-    except* ConfigError as group:
-        found: BaseException = group
-        while isinstance(found, BaseExceptionGroup):
-            found = found.exceptions[0]
-        sys.exit(str(found))
+    except BaseExceptionGroup as group:
+        refused, _ = group.split(ConfigError)
+        if refused is None:
+            raise
+        sys.exit(str(first_of(refused)))
 
 
 if __name__ == "__main__":

@@ -197,8 +197,10 @@ def test_the_hardening_figures_are_those_of_the_document(machine: Container):
     machine.run("systemctl", "daemon-reload")
     try:
         figures.append(exposure(machine))
-        # The interpreter of this test may lie in a home directory; that of a package doesn't.
-        machine.write("/etc/systemd/system/kvcsfs.service.d/test.conf", "[Service]\nProtectHome=no\n")
+        # The interpreter of this test may lie in a home directory or below /tmp; a package's doesn't.
+        machine.write(
+            "/etc/systemd/system/kvcsfs.service.d/test.conf", "[Service]\nProtectHome=no\nPrivateTmp=no\n"
+        )
         machine.run("systemctl", "daemon-reload")
         machine.write("/etc/kvcsfs/kvcsfs.toml", configuration().replace(f'mount = "{MOUNT}"\n', ""))
         machine.run("systemctl", "start", "kvcsfs")
