@@ -15,7 +15,7 @@ from tests.stores import bytes_on_disk, config, running, settle
 pytestmark = pytest.mark.fault
 
 ROOT = str(Path(__file__).parents[2])
-PROCESSES, THREADS, ROUNDS, KEYS, SIZE = 6, 4, 25, 200, 200_000
+PROCESSES, THREADS, ROUNDS, KEYS, SIZE = 16, 8, 6, 200, 200_000
 CAPACITY = KEYS * SIZE // 10
 
 WORKER = """
