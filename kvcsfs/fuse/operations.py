@@ -33,6 +33,7 @@ from kvcsfs.fuse import names, xattrs
 from kvcsfs.fuse.contents import Contents
 from kvcsfs.fuse.handles import DirectoryHandle, FileHandle, Handles
 from kvcsfs.fuse.inodes import HUB, Directory, File, Link, Node
+from kvcsfs.fuse.permits import Permits
 from kvcsfs.fuse.posix import Usual, changes, posix_errors
 from kvcsfs.fuse.renames import Renames
 from kvcsfs.fuse.tree import Tree
@@ -65,6 +66,7 @@ class Operations(pyfuse3.Operations):
         self._contents = contents
         self._renames = Renames(tree, contents)
         self._usual = Usual(permissions)
+        self._permits = Permits(tree.engine.access)
         self._with_xattrs = with_xattrs
         self._files: Handles[FileHandle] = Handles()
         self._directories: Handles[DirectoryHandle] = Handles()
@@ -90,6 +92,12 @@ class Operations(pyfuse3.Operations):
         if isinstance(node, Link):
             raise FUSEError(errno.ELOOP)
         return node
+
+    def _need(self, ctx: RequestContext, node: Node, *, write: bool) -> None:
+        if isinstance(node, File):
+            self._permits.need(ctx, node.index, node.key, write=write)
+        elif isinstance(node, Directory) and node.index != HUB:
+            self._permits.need(ctx, node.index, node.path, write=write)
 
     def _attributes(self, node: Node) -> EntryAttributes:
         return self._usual.attributes(node, self._tree.recorded(node))
@@ -137,6 +145,7 @@ class Operations(pyfuse3.Operations):
     ) -> EntryAttributes:
         """Set the size, or what the namespace records: owner, mode, times."""
         node = self._node(inode)
+        self._need(ctx, node, write=True)
         if fields.update_size:
             await self._contents.truncate(self._file(inode), attr.st_size)
         else:  # the times that come with a size are those of its writer
@@ -189,6 +198,7 @@ class Operations(pyfuse3.Operations):
         if await self._tree.lookup(parent, name) is not None:
             raise FUSEError(errno.EEXIST)
         path = self._tree.path_of_new(parent, name, "/")
+        self._permits.need(ctx, parent.index, path, write=True)
         now = time.time_ns()
         recorded = {
             **self._usual.unusual(path, self._attributes(parent), mode, ctx),
@@ -211,6 +221,7 @@ class Operations(pyfuse3.Operations):
             return
         if node.index == HUB or not node.path:
             raise FUSEError(errno.EBUSY)
+        self._need(ctx, node, write=True)
         if not await self._tree.is_empty(node):
             raise FUSEError(errno.ENOTEMPTY)
         self._tree.namespace(parent.index).remove_directory(node.path)
@@ -266,9 +277,11 @@ class Operations(pyfuse3.Operations):
             if flags & os.O_EXCL:
                 raise FUSEError(errno.EEXIST)
             file = self._file(node.number)
+            self._need_for(ctx, file, flags)
             info = await self._opened(file, flags)
             return info, self._found(file)
         key = self._tree.path_of_new(parent, name)
+        self._permits.need(ctx, parent.index, key, write=True)
         recorded = self._usual.unusual(key, self._attributes(parent), mode, ctx)
         self._tree.namespace(parent.index).create(key, recorded)
         file = await self._made(parent, name, key)
@@ -286,11 +299,18 @@ class Operations(pyfuse3.Operations):
     async def open(self, inode: InodeT, flags: FlagT, ctx: RequestContext) -> FileInfo:
         """Open a file; O_TRUNC comes here, O_DIRECT and the like stay with the kernel."""
         file = self._file(inode)
+        self._need_for(ctx, file, flags)
         if not file.lock.locked() and not file.gone:
             entry = await self._tree.engine.find(file.index, file.key)
             if self._tree.is_stale(file, entry):
                 raise FUSEError(errno.ESTALE)
         return await self._opened(file, flags)
+
+    def _need_for(self, ctx: RequestContext, file: File, flags: int) -> None:
+        if flags & os.O_ACCMODE != os.O_WRONLY:
+            self._need(ctx, file, write=False)
+        if flags & os.O_ACCMODE != os.O_RDONLY or flags & os.O_TRUNC:
+            self._need(ctx, file, write=True)
 
     async def _opened(self, file: File, flags: int) -> FileInfo:
         writable = flags & os.O_ACCMODE != os.O_RDONLY
@@ -336,6 +356,7 @@ class Operations(pyfuse3.Operations):
         if node is None:
             raise FUSEError(errno.ENOENT)
         file = self._file(node.number)
+        self._need(ctx, file, write=True)
         async with file.lock:
             await self._contents.remove(file)
         self._tree.changed(parent)
@@ -353,7 +374,21 @@ class Operations(pyfuse3.Operations):
     ) -> None:
         """Rename a file, replacing another; or a directory that has nothing in it."""
         old_parent, new_parent = self._directory(parent_inode_old), self._directory(parent_inode_new)
+        if self._permits.restricted:
+            await self._need_named(ctx, old_parent, name_old)
+            await self._need_named(ctx, new_parent, name_new)
         await self._renames.rename(old_parent, name_old, new_parent, name_new, flags)
+
+    async def _need_named(self, ctx: RequestContext, parent: Directory, name: bytes) -> None:
+        """Raise EACCES unless the process may change what a name stands for, or what it would."""
+        node = await self._tree.lookup(parent, name)
+        if node is None:
+            self._permits.need(ctx, parent.index, self._tree.path_of_new(parent, name), write=True)
+            return
+        try:
+            self._need(ctx, node, write=True)
+        finally:
+            self._inodes.drop_unused(node)
 
     # -- extended attributes
 
