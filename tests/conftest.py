@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import signal
 from collections.abc import Iterator
@@ -11,6 +12,12 @@ import pytest
 
 # A shell starts what it runs in the background with SIGINT ignored, and our children would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure() -> None:
+    """In CI a mount test that would be skipped is a failure."""
+    if os.environ.get("CI") and not os.access("/dev/fuse", os.R_OK | os.W_OK):
+        pytest.exit("/dev/fuse can't be opened: no mount test would run", returncode=1)
 
 
 @pytest.fixture
