@@ -69,7 +69,9 @@ class Connection:
         greeted = False
         try:
             while data := await self._receive(greeted, frames.is_partial):
-                for payload in frames.feed(data):
+                for i, payload in enumerate(frames.feed(data)):
+                    if i:  # others have their turn, and requests begin in the order in which they came
+                        await trio.lowlevel.checkpoint()
                     try:
                         request = wire.decode_request(payload)
                     except wire.UnknownRequest as exc:
@@ -90,15 +92,14 @@ class Connection:
 
         Raises ProtocolError when a frame that is due doesn't come.
         """
+        patience = (FRAME_SECONDS if partial else float("inf")) if greeted else HELLO_SECONDS
         while True:
-            try:
+            with trio.move_on_after(patience) as waiting:
+                await trio.lowlevel.wait_readable(self._socket)
+            if waiting.cancelled_caught:
+                raise ProtocolError(f"no whole frame in {patience:.0f} s")
+            with contextlib.suppress(BlockingIOError):  # as the kernel may have been wrong
                 return self._socket.recv(RECEIVE_BYTES)
-            except BlockingIOError:
-                patience = (FRAME_SECONDS if partial else float("inf")) if greeted else HELLO_SECONDS
-                with trio.move_on_after(patience) as waiting:
-                    await trio.lowlevel.wait_readable(self._socket)
-                if waiting.cancelled_caught:
-                    raise ProtocolError(f"no whole frame in {patience:.0f} s") from None
 
     async def _greet(self, request: wire.Request) -> None:
         if not isinstance(request, wire.Hello):
@@ -136,7 +137,10 @@ class Connection:
                 handler = HANDLERS.get(type(request))
                 if handler is None:
                     raise ProtocolError("hello was said already")
-                await self._free_places.acquire()
+                try:
+                    self._free_places.acquire_nowait()
+                except trio.WouldBlock:  # `acquire` would cost every request a turn of the loop
+                    await self._free_places.acquire()
                 nursery.start_soon(self._run, handler, request)
 
     async def _run(self, handler: Handler, request: wire.Request) -> None:

@@ -29,7 +29,11 @@ class Sender:
     ) -> None:
         """Send one frame whole, its descriptors on its first byte."""
         frame = wire.encode(reply)
-        async with self._turn:
+        try:
+            self._turn.acquire_nowait()
+        except trio.WouldBlock:  # `acquire` would cost every frame a turn of the loop
+            await self._turn.acquire()
+        try:
             if fds:
                 await self._descriptors_taken()
             control = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
@@ -51,6 +55,8 @@ class Sender:
                 view = view[sent:]
                 control = []
             self._descriptors_sent = bool(fds) or self._descriptors_sent
+        finally:
+            self._turn.release()
 
     async def _descriptors_taken(self) -> None:
         """Wait until the client has read the last frame with descriptors: one may be in flight."""

@@ -71,14 +71,9 @@ class Catalog:
     # -- lookup and pins
 
     def touch(self, entries: Sequence[Entry], now: float) -> None:
-        """Count a use of each entry, and refresh them."""
+        """Count a use of each entry. The last becomes older than the first: of a prefix chain the tail goes first."""
         for entry in entries:
             entry.hits += 1
-        self.refresh(entries, now)
-
-    def refresh(self, entries: Sequence[Entry], now: float) -> None:
-        """Make entries the most recently used. The last comes first, so that of a prefix chain the tail goes first."""
-        for entry in entries:
             entry.used = now
         self.lru.touch(reversed(entries))
 
@@ -122,11 +117,12 @@ class Catalog:
         plan = Plan()
         ledger = self.ledger
         victims = self.victims()
-        free = ledger.free
+        free, obtainable = ledger.free, self.obtainable
         for i, charged in enumerate(charges):
-            if free < charged and charged > self.obtainable:
+            if charged > obtainable:
                 plan.refused.append(i)
                 continue
+            obtainable -= charged
             domain = self.domain(names[i]) if names else None
             if files and (slot := self._pop_free(charged, domain)):
                 plan.reuse[i] = slot

@@ -215,11 +215,7 @@ class Engine:
         volume = self.volumes.at(index)
         if volume.settling:
             await volume.settled(names)
-        refused = {
-            i: refusal
-            for i, (name, size) in enumerate(zip(names, sizes, strict=True))
-            if (refusal := self._refusal(volume, name, size, if_exists))
-        }
+        refused = self._refusals(volume, names, sizes, if_exists)
         if refused:
             names = [name for i, name in enumerate(names) if i not in refused]
             sizes = [size for i, size in enumerate(sizes) if i not in refused]
@@ -232,13 +228,23 @@ class Engine:
             await volume.lane.finish(undo, results)
             raise ReservationError("the session is closed")
         expires = trio.current_time() + (min(ttl_seconds, MAX_TTL_SECONDS) or MAX_TTL_SECONDS)
-        for outcome in results:
-            if isinstance(outcome, Staged):
-                outcome.expires = expires
-                session.add(outcome)
+        session.add(*[r for r in results if isinstance(r, Staged)], expires=expires)
         for i, refusal in refused.items():
             results.insert(i, refusal)
         return results
+
+    def _refusals(
+        self, volume: Volume, names: Sequence[str], sizes: Sequence[int], if_exists: str
+    ) -> dict[int, KvcsError]:
+        """Why keys can't be put, by position."""
+        are_sizes = min(sizes, default=1) > 0 and max(sizes, default=1) <= MAX_VALUE_BYTES
+        if if_exists == "overwrite" and are_sizes and keys.are_plain(names):
+            return {}
+        return {
+            i: refusal
+            for i, (name, size) in enumerate(zip(names, sizes, strict=True))
+            if (refusal := self._refusal(volume, name, size, if_exists))
+        }
 
     def _refusal(self, volume: Volume, name: str, size: int, if_exists: str) -> KvcsError | None:
         """Why a key can't be put, if so."""
@@ -262,19 +268,17 @@ class Engine:
         if_exists: str = "overwrite",
     ) -> list[KvcsError | None]:
         """Publish staged objects; their descriptors are closed by now. What fails is aborted."""
-        results: list[KvcsError | None] = []
-        by_volume: dict[Volume, list[tuple[int, Staged]]] = {}
-        for i, (token, checksum) in enumerate(zip(tokens, checksums, strict=True)):
-            staged = session.pop(token)
-            results.append(
-                None if staged else ReservationError(f"reservation {token} is unknown or has expired")
-            )
-            if staged:
-                staged.entry.checksum = checksum
-                by_volume.setdefault(staged.volume, []).append((i, staged))
+        results: list[KvcsError | None] = [None] * len(tokens)
+        by_volume: dict[Volume, dict[int, Staged]] = {}
+        for i, token in enumerate(tokens):
+            if staged := session.pop(token):
+                staged.entry.checksum = checksums[i]
+                by_volume.setdefault(staged.volume, {})[i] = staged
+            else:
+                results[i] = ReservationError(f"reservation {token} is unknown or has expired")
         for volume, parts in by_volume.items():
-            outcomes = await self._commit(volume, [s for _, s in parts], if_exists)
-            for (i, _), outcome in zip(parts, outcomes, strict=True):
+            outcomes = await self._commit(volume, list(parts.values()), if_exists)
+            for i, outcome in zip(parts, outcomes, strict=True):
                 results[i] = outcome
         return results
 

@@ -85,12 +85,12 @@ class Entry:
 
     def resize(self, size: int) -> None:
         """Take a size, and the charge that follows from it. Only of an entry that isn't in the index."""
-        shared = _SIZES.get(size)
-        if shared is None:
+        try:
+            self.size, self.charged = _SIZES[size]
+        except KeyError:
             if len(_SIZES) >= KNOWN_SIZES:
                 _SIZES.clear()
-            shared = _SIZES[size] = (size, charge(size))
-        self.size, self.charged = shared
+            self.size, self.charged = _SIZES[size] = (size, charge(size))
 
     @property
     def proven(self) -> bool:

@@ -19,6 +19,7 @@ VOID = bytes(BLOCK)
 _HEAD = struct.Struct("<8sIIQQQ16s")
 _SUM = struct.Struct("<Q")
 _BODY = BLOCK - _SUM.size
+_PADDED = struct.Struct(f"{_HEAD.format}{_BODY - _HEAD.size}s")
 
 
 class NewerFormat(ValueError):
@@ -39,8 +40,7 @@ class Footer:
 def pack(key: str, size: int, generation: int, created: float, checksum: bytes) -> bytes:
     """The 4,096 bytes of a footer."""
     name = key.encode()
-    head = _HEAD.pack(MAGIC, FORMAT, len(name), size, generation, int(created * 1e9), checksum)
-    body = (head + name).ljust(_BODY, b"\0")
+    body = _PADDED.pack(MAGIC, FORMAT, len(name), size, generation, int(created * 1e9), checksum, name)
     return body + _SUM.pack(xxhash.xxh3_64_intdigest(body))
 
 

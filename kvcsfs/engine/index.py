@@ -79,7 +79,8 @@ class Index:
 
     def _join(self, entry: Entry) -> None:
         key = entry.key
-        entry.directory = node = self._directory(key[: key.rfind("/") + 1])
+        path = key[: key.rfind("/") + 1]
+        entry.directory = node = self._directories.get(path) or self._directory(path)
         node.entries_change += 1
         node.value_change += entry.size
         node.charged_change += entry.charged
@@ -111,9 +112,10 @@ class Index:
                 empty = empty.parent  # noqa: PLW2901 a walk up to the first that isn't empty
 
     def _directory(self, path: str) -> Directory:
-        node = self._directories.get(path)
-        if node is None:
-            node = self._directories[path] = Directory(path, self._directory(directory(path[:-1])))
+        """A new directory, below the one that is there or is made too."""
+        above = directory(path[:-1])
+        parent = self._directories.get(above) or self._directory(above)
+        node = self._directories[path] = Directory(path, parent)
         return node
 
     def usage(self, prefix: str) -> tuple[int, int, int]:

@@ -22,9 +22,11 @@ from kvcsfs.errors import BackingError, KvcsError
 log = logging.getLogger(__name__)
 
 THREADS = 16
-BRIEF_ITEMS = 8  # done on the loop in one go
+BRIEF_ITEMS = 16  # done on the loop in one go
 BRIEF_SECONDS = 0.02  # longer for so many, and the file system doesn't answer at once
-SLOW_SECONDS = 10.0  # then threads do it for so long
+SLOW_FACTOR = (
+    50  # then threads do it for so many times as long: the loop stands still for 2 % of the time at most
+)
 PROBES = 4
 LATE_SECONDS = 5.0  # work that is out for longer makes us ask whether the file system answers
 PROBE_SECONDS = 5.0  # and this long it may take to: a busy disk is not a hanging one
@@ -92,8 +94,9 @@ class Lane:
                 return results + await self.run(job, self._store, *[column[start:] for column in columns])
             begin = time.monotonic()
             results += job(self._store, *[column[start : start + BRIEF_ITEMS] for column in columns])
-            if time.monotonic() - begin > BRIEF_SECONDS:
-                self._slow_until = begin + SLOW_SECONDS
+            end = time.monotonic()
+            if end - begin > BRIEF_SECONDS:
+                self._slow_until = end + SLOW_FACTOR * (end - begin)
         return results
 
     def _is_prompt(self) -> bool:

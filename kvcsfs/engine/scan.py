@@ -41,7 +41,7 @@ class Folder(msgspec.Struct, array_like=True):
 
 def name_of(slot: int) -> str:
     """The file name of a slot in its folder."""
-    return f"{slot:x}"
+    return "%x" % slot  # noqa: UP031 twice as fast as a format specification, and on the path of every put
 
 
 def read_folder(slots: Path, number: int) -> Folder:

@@ -64,16 +64,23 @@ class Session:
         One value alone may be larger.
         """
         limit = capacity // self._quota_share if self._quota_share else 0
+        total = sum(charges)
+        if not limit or self.reserved + total <= limit:
+            self.reserved += total
+            return len(charges)
         for i, charged in enumerate(charges):
             if limit and self.reserved and self.reserved + charged > limit:
                 return i
             self.reserved += charged
         return len(charges)
 
-    def add(self, staged: Staged) -> None:
-        """Hold a reservation whose bytes are counted."""
-        staged.token = next(self._tokens)
-        self.staged[staged.token] = staged
+    def add(self, *reservations: Staged, expires: float = float("inf")) -> None:
+        """Hold reservations whose bytes are counted."""
+        table, tokens = self.staged, self._tokens
+        for staged in reservations:
+            staged.token = token = next(tokens)
+            staged.expires = expires
+            table[token] = staged
 
     def pop(self, token: int) -> Staged | None:
         """Give a reservation up to the step that ends it; None if there is none."""

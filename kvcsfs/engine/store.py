@@ -18,9 +18,10 @@ from kvcsfs.engine.directory import Directory, unusable
 from kvcsfs.engine.entry import BLOCK, SOLE, Entry
 from kvcsfs.engine.faults import point
 from kvcsfs.engine.scan import FOLDERS, name_of
-from kvcsfs.engine.syscalls import SAFE, allocate, digest, direct_alignment, is_sole, write_all
+from kvcsfs.engine.syscalls import SAFE, allocate, digest, direct_alignment, is_sole, take_lease, write_all
 from kvcsfs.errors import BusyError, ConfigError, InvalidValueError
 
+_FOLDERS = [f"{i:02x}" for i in range(FOLDERS)]
 ALLOCATION_SLACK = 1 << 20  # extent blocks that a file system counts to a file, never ours to limit
 _MEMORY = frozenset({"tmpfs", "ramfs"})
 # Where no server is asked: FUSE and NFS flush at every close.
@@ -72,7 +73,7 @@ class SlotStore:
     # -- one object
 
     def _path(self, slot: int) -> str:
-        return f"{slot % FOLDERS:02x}/{name_of(slot)}"
+        return f"{_FOLDERS[slot % FOLDERS]}/{name_of(slot)}"
 
     def open_read(self, slot: int) -> int:
         """A read-only descriptor of a slot for a client."""
@@ -167,7 +168,7 @@ class SlotStore:
                 raise InvalidValueError(
                     f"{entry.key!r}: the object has {stat.st_size} B, {size} B were reserved"
                 )
-            proof = is_sole(fd)
+            proof = take_lease(fd)  # it ends with the descriptor
             if proof is False:
                 raise BusyError(f"{entry.key!r}: somebody still has the new object open")
             write_all(fd, footer.of(entry), size - BLOCK)

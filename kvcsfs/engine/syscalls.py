@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import os
 import struct
+from fcntl import F_SETLEASE, F_UNLCK, F_WRLCK, fcntl
 from pathlib import Path
 
 import xxhash
@@ -65,11 +65,20 @@ def sync_directory(path: Path) -> None:
 def is_sole(fd: int) -> bool | None:
     """The kernel's proof that nobody else has the file of this writable descriptor open, in whatever way.
 
-    None where the file system has no leases: nothing is proven. Source: fcntl(2), F_SETLEASE.
+    None where the file system has no leases: nothing is proven.
+    """
+    if proof := take_lease(fd):
+        fcntl(fd, F_SETLEASE, F_UNLCK)
+    return proof
+
+
+def take_lease(fd: int) -> bool | None:
+    """Give the proof of `is_sole`, and keep it true: whoever opens the file now waits until the descriptor is closed.
+
+    Source: fcntl(2), F_SETLEASE.
     """
     try:
-        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
-        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+        fcntl(fd, F_SETLEASE, F_WRLCK)
     except BlockingIOError:
         return False
     except OSError:

@@ -84,7 +84,7 @@ class Volume:
     async def claim(self, names: Collection[str]) -> AsyncIterator[None]:
         """Be the only step that changes these keys. Takes all or waits, so that two steps can't wait for each other."""
         with trio.CancelScope(shield=True):
-            while blocked := [self._claimed[n] for n in names if n in self._claimed]:
+            while self._claimed and (blocked := [self._claimed[n] for n in names if n in self._claimed]):
                 await blocked[0].wait()
             mine = trio.Event()
             self._claimed.update(dict.fromkeys(names, mine))

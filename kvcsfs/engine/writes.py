@@ -141,7 +141,7 @@ class Writes:
                 dropped.append(s.entry)
             else:
                 s.entry.generation = number()
-                s.entry.created = created
+                s.entry.created = s.entry.used = created
                 positions.append(i)
                 olds.append(old)
         entries = [staged[i].entry for i in positions]
@@ -149,7 +149,8 @@ class Writes:
         catalog.pin(held)
         sealed = await self._lane.brief(jobs.seal_many, entries, olds)
         committed: list[Entry] = []
-        for i, entry, outcome in zip(positions, entries, sealed, strict=True):
+        # The last first: of a prefix chain the tail is the older, and goes first.
+        for i, entry, outcome in zip(positions[::-1], entries[::-1], sealed[::-1], strict=True):
             if outcome is not None:
                 results[i] = outcome
                 self._counters["io_errors"] += isinstance(outcome, BackingError)
@@ -158,7 +159,6 @@ class Writes:
             catalog.insert(entry)
             committed.append(entry)
         point("commit.indexed")
-        catalog.refresh(committed, created)
         self._counters["puts"] += len(committed)
         self._volume.changed([e.key for e in committed])
         catalog.retire_staged(dropped)

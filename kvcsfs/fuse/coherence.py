@@ -43,7 +43,8 @@ class Coherence:
         for key in names:
             if (index, key) in inodes.files or namespace.knows(key):
                 self._keys[index, key] = None
-            for path in keys.parents(key):
+        for nearest in {keys.directory(key) for key in names}:
+            for path in (nearest, *keys.parents(nearest[:-1])):
                 if path and ((index, path) in inodes.directories or (index, path[:-1]) in inodes.files):
                     self._directories[index, path] = None
         if self._keys or self._directories:
