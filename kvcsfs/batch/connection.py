@@ -92,12 +92,15 @@ class Connection:
 
         Raises ProtocolError when a frame that is due doesn't come.
         """
-        patience = (FRAME_SECONDS if partial else float("inf")) if greeted else HELLO_SECONDS
+        patience = FRAME_SECONDS if greeted else HELLO_SECONDS
         while True:
-            with trio.move_on_after(patience) as waiting:
+            if greeted and not partial:
                 await trio.lowlevel.wait_readable(self._socket)
-            if waiting.cancelled_caught:
-                raise ProtocolError(f"no whole frame in {patience:.0f} s")
+            else:
+                with trio.move_on_after(patience) as waiting:
+                    await trio.lowlevel.wait_readable(self._socket)
+                if waiting.cancelled_caught:
+                    raise ProtocolError(f"no whole frame in {patience:.0f} s")
             with contextlib.suppress(BlockingIOError):  # as the kernel may have been wrong
                 return self._socket.recv(RECEIVE_BYTES)
 

@@ -17,6 +17,7 @@ from kvcsfs.engine.session import Session, Staged
 from kvcsfs.errors import AccessError, InvalidValueError, KvcsError
 
 VERIFY_BYTES = 64 << 20  # of one verify request, so that its reply comes soon
+OPEN_SLICE = 64  # descriptors of a frame: the client reads these values while the next frame is made
 TTL_GRACE_SECONDS = 30.0  # a reservation outlives its client's deadline by this
 IF_EXISTS = ("overwrite", "keep", "error")
 
@@ -71,7 +72,7 @@ class Requests:
         fds = iter(opened.fds)
         entries = opened.entries
         hits = [e is not None for e in entries]
-        for first, end in wire.fd_slices(hits):
+        for first, end in wire.fd_slices(hits, OPEN_SLICE):
             part = entries[first:end]
             sizes = [0 if e is None else e.size for e in part]
             for i, error in opened.errors.items():

@@ -1,4 +1,4 @@
-"""Sender: frames to one client, whole, and one with descriptors only after the last such frame was read."""
+"""Sender: frames to one client, whole, with no more descriptors in flight than the client may leave unread."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import trio
 from kvcsfs import wire
 from kvcsfs.errors import ProtocolError
 
+FDS_IN_FLIGHT = 256  # of one connection: they count against its user's limit, not against the process
 _SIOCOUTQ = 0x5411  # bytes the peer hasn't read, unix(7)
 
 
@@ -22,7 +23,7 @@ class Sender:
     def __init__(self, client: socket.socket) -> None:
         self._socket = client
         self._turn = trio.Lock()
-        self._descriptors_sent = False
+        self._in_flight = 0  # descriptors sent since the client had surely read all
 
     async def send(
         self, reply: wire.Message, fds: Sequence[int] = (), still_valid: Callable[[], bool] = lambda: True
@@ -35,7 +36,7 @@ class Sender:
             await self._turn.acquire()
         try:
             if fds:
-                await self._descriptors_taken()
+                await self._descriptors_taken(len(fds))
             control = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
             view = memoryview(frame)
             while view:
@@ -54,15 +55,15 @@ class Sender:
                     continue
                 view = view[sent:]
                 control = []
-            self._descriptors_sent = bool(fds) or self._descriptors_sent
+            self._in_flight += len(fds)
         finally:
             self._turn.release()
 
-    async def _descriptors_taken(self) -> None:
-        """Wait until the client has read the last frame with descriptors: one may be in flight."""
-        while self._descriptors_sent:
+    async def _descriptors_taken(self, count: int) -> None:
+        """Wait until the client has read so much that `count` more descriptors may be in flight."""
+        while self._in_flight and self._in_flight + count > FDS_IN_FLIGHT:
             unread = fcntl.ioctl(self._socket, _SIOCOUTQ, b"\0\0\0\0")
             if unread == b"\0\0\0\0":
-                self._descriptors_sent = False
+                self._in_flight = 0
                 return
             await trio.sleep(0.0005)

@@ -128,7 +128,7 @@ def _compare_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--works",
         type=_works,
-        default=_works(compare.DEFAULT_WORKS),
+        default=compare.DEFAULT_WORKS,
         metavar="OP:SIZExCOUNT,...",
         help="get, put or query (half of the keys hits), bytes a value, keys a batch (%(default)s)",
     )

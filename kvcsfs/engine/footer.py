@@ -6,8 +6,8 @@ key, zeros, and xxh3-64 of all before. A footer of zeros (void) marks a free slo
 
 from __future__ import annotations
 
-import dataclasses
 import struct
+from typing import NamedTuple
 
 import xxhash
 
@@ -26,9 +26,8 @@ class NewerFormat(ValueError):
     """A footer that a newer version of kvcsfs wrote."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Footer:
-    """What a footer says."""
+class Footer(NamedTuple):
+    """What a footer says. A tuple: a scan makes one for each value of the store."""
 
     key: str
     size: int

@@ -117,12 +117,12 @@ class Volume:
 
     def lookup(self, names: Sequence[str], temporaries: bool) -> list[Entry | None]:
         """The entries of keys."""
-        get = self.catalog.index.get
         if self.detached:
             return [None] * len(names)
+        found = list(map(self.catalog.index.get, names))
         if temporaries:
-            return [get(name) for name in names]
-        return [None if (e := get(name)) is None or e.flags & TEMPORARY else e for name in names]
+            return found
+        return [None if e is None or e.flags & TEMPORARY else e for e in found]
 
     async def open(
         self, session: Session, names: Sequence[str], temporaries: bool, verify: bool

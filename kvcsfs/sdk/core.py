@@ -95,8 +95,11 @@ def ask(
             raise broken(exchange, type(reply).__name__)
         if len(answers) != len(part):
             raise broken(exchange, f"{len(answers)} statuses for {len(part)} keys")
-        for place, answer in zip(part, answers, strict=True):
-            statuses[place] = answer
+        if isinstance(part, range):
+            statuses[part.start : part.stop] = answers
+        else:
+            for place, answer in zip(part, answers, strict=True):
+                statuses[place] = answer
         at += len(part)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from kvcsfs.bench import batch
+from kvcsfs.bench.compare import DEFAULT_WORKS
 from kvcsfs.bench.cli import main
 from kvcsfs.bench.interrupts import uninterrupted
 from tests.unit.bench_fake import FakeStore, fake_client
@@ -119,3 +120,10 @@ def test_sigterm_ends_the_command_as_an_interrupt():
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (130, "kvcs-bench: interrupted\n")
+
+
+def test_the_help_shows_the_works_as_they_are_given(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "500")
+    with pytest.raises(SystemExit):
+        main(["compare", "--help"])
+    assert f"({DEFAULT_WORKS})" in capsys.readouterr().out
