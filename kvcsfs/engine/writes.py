@@ -41,11 +41,8 @@ class Writes:
         if missing := await self._room.make(plan):  # one file that can't be removed must not fail a put
             await self._room.make(catalog.shed(missing))
         staged = await self.stage(plan, charges, -catalog.ledger.free)
-        again = [
-            i
-            for i, outcome in enumerate(staged)
-            if isinstance(outcome, CapacityError) or (isinstance(outcome, KvcsError) and i in plan.recycle)
-        ]
+        failed = [i for i, outcome in enumerate(staged) if isinstance(outcome, KvcsError)]
+        again = [i for i in failed if i in plan.recycle or isinstance(staged[i], CapacityError)]
         if again:
             self._room.keep_stuck([plan.recycle[i] for i in again if i in plan.recycle])
             staged = await self._stage_again(staged, charges, again)

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from kvcsfs.bench import batch
-from kvcsfs.bench.compare import DEFAULT_WORKS
 from kvcsfs.bench.cli import main
+from kvcsfs.bench.compare import DEFAULT_WORKS
 from kvcsfs.bench.interrupts import uninterrupted
 from tests.unit.bench_fake import FakeStore, fake_client
 
