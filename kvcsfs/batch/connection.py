@@ -11,6 +11,7 @@ import errno
 import logging
 import socket
 from collections.abc import Sequence
+from functools import partial
 
 import trio
 
@@ -134,8 +135,8 @@ class Connection:
                 self._engine.release(session, request.lease)
             case wire.Query():
                 await self._answer(Requests.query, request)
-            case wire.Open() if self._engine.is_ready(session, request.mountpoint, request.keys):
-                await self._answer(Requests.open, request)
+            case wire.Open() if opened := self._requests.open_ready(request):
+                await self._answer(partial(Requests.send_opened, opened=opened), request)
             case _:
                 handler = HANDLERS.get(type(request))
                 if handler is None:

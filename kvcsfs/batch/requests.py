@@ -41,8 +41,17 @@ class Requests:
 
         await self._sender.send(wire.QueryReply(request.id, await self._permitted(request, False, query)))
 
+    def open_ready(self, request: wire.Open) -> Opened | None:
+        """What needs no disk, at once; None if it is for `open`."""
+        if self._rights.restricted or len(request.keys) > wire.MAX_KEYS:
+            return None
+        return self._engine.open_ready(self._session, request.mountpoint, request.keys, request.renew)
+
     async def open(self, request: wire.Open) -> None:
-        opened = await self._open_permitted(request)
+        await self.send_opened(request, await self._open_permitted(request))
+
+    async def send_opened(self, request: wire.Open, opened: Opened) -> None:
+        """Send what was opened; if that fails it is given back."""
         try:
             await self._send_opened(request.id, opened)
         except BaseException:

@@ -152,13 +152,23 @@ class Engine:
             volume.catalog.touch([e for e in found if e is not None], time.time())
         return found
 
-    def is_ready(self, session: Session, index: int, names: Sequence[str]) -> bool:
-        """Whether `open_many` will answer at once, from descriptors that are open."""
+    def open_ready(
+        self, session: Session, index: int, names: Sequence[str], renew: bool = True
+    ) -> Opened | None:
+        """Do what `open_many` does, at once, if every hit has a descriptor that is open; else None, and do nothing."""
         if self.config.backend != "direct" and not 0 <= index < len(self.volumes):
-            return True
+            return None
         volume = self.volumes.at(index)
+        if volume.settling or volume.lane.hung:
+            return None
+        entries = volume.lookup(names, False)
+        hits = [e for e in entries if e is not None]
         table = volume.descriptors.of(session.user)
-        return not volume.settling and all(e is None or e in table for e in volume.lookup(names, False))
+        fds = [fd for e in hits if (fd := table.get(e)) is not None]
+        if len(fds) < len(hits):
+            return None
+        volume.hold(entries, hits)
+        return Opened(self._lease(session, volume, hits, renew), entries, {}, fds)
 
     async def open_many(
         self,
@@ -178,15 +188,20 @@ class Engine:
             await volume.settled(names)
         entries, errors = await volume.open(session, names, temporaries, verify)
         hits = [e for e in entries if e is not None]
-        if not hits:
-            return Opened(0, entries, errors, [])
-        lease = secrets.randbits(62) + 1  # can't be guessed, so it can't be released before it was sent
-        session.leases[lease] = Lease(volume, hits, renew)
-        if session.closed:  # the connection went while files were opened
+        lease = self._lease(session, volume, hits, renew)
+        if lease and session.closed:  # the connection went while files were opened
             self.release(session, lease)
             raise ReservationError("the session is closed")
         table = volume.descriptors.of(session.user)
         return Opened(lease, entries, errors, [table[e] for e in hits])
+
+    def _lease(self, session: Session, volume: Volume, hits: list[Entry], renew: bool) -> int:
+        """A lease over pinned entries, 0 for none of them."""
+        if not hits:
+            return 0
+        lease = secrets.randbits(62) + 1  # can't be guessed, so it can't be released before it was sent
+        session.leases[lease] = Lease(volume, hits, renew)
+        return lease
 
     def release(self, session: Session, lease: int) -> None:
         """Give a lease back; an unknown one is nothing. Its entries count as used now."""

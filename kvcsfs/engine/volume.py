@@ -138,17 +138,20 @@ class Volume:
         hits = [e for e in found if e is not None]
         if hits:
             self.lane.check()
-        missed = found.count(None)
-        self.counters["misses"] += missed
-        self.counters["hits"] += len(hits)
-        self.catalog.pin(hits)
-        for entry in hits:
-            entry.flags &= ~SOLE
+        self.hold(found, hits)
         table = self.descriptors.of(session.user)
         cold = list(dict.fromkeys(e for e in hits if e not in table))  # a key may come twice in a batch
         if not cold:
             return found, {}
         return await self.lane.step(self._open_cold, table, cold, found, undo=self._unopen)
+
+    def hold(self, found: Sequence[Entry | None], hits: Sequence[Entry]) -> None:
+        """Count what a lookup found, and pin it: somebody gets its descriptors."""
+        self.counters["misses"] += len(found) - len(hits)
+        self.counters["hits"] += len(hits)
+        self.catalog.pin(hits)
+        for entry in hits:
+            entry.flags &= ~SOLE
 
     async def _unopen(self, opened: tuple[list[Entry | None], dict[int, KvcsError]]) -> None:
         self.release([e for e in opened[0] if e is not None])
