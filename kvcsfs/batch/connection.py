@@ -132,9 +132,9 @@ class Connection:
         match request:
             case wire.Release():
                 self._engine.release(session, request.lease)
-            case wire.Query():
+            case wire.Query() if self._engine.is_ready(request.mountpoint, request.keys):
                 await self._answer(Requests.query, request)
-            case wire.Open() if self._engine.is_ready(session, request.mountpoint, request.keys):
+            case wire.Open() if self._engine.is_ready(request.mountpoint, request.keys, session):
                 await self._answer(Requests.open, request)
             case _:
                 handler = HANDLERS.get(type(request))

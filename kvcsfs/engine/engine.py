@@ -145,20 +145,25 @@ class Engine:
         volume = self.volumes.at(index)
         if volume.settling:
             await volume.settled(names)
-        found = volume.lookup(names, temporaries)
+        found = await volume.find(names, temporaries)
         if any(found):
             volume.lane.check()
         if renew:
             volume.catalog.touch([e for e in found if e is not None], time.time())
         return found
 
-    def is_ready(self, session: Session, index: int, names: Sequence[str]) -> bool:
-        """Whether `open_many` will answer at once, from descriptors that are open."""
+    def is_ready(self, index: int, names: Sequence[str], opener: Session | None = None) -> bool:
+        """Whether `query_many`, or with a session `open_many`, will answer at once."""
         if self.config.backend != "direct" and not 0 <= index < len(self.volumes):
             return True
         volume = self.volumes.at(index)
-        table = volume.descriptors.of(session.user)
-        return not volume.settling and all(e is None or e in table for e in volume.lookup(names, False))
+        found = volume.lookup(names, False)
+        if volume.settling or volume.departures(names, found):
+            return False
+        if opener is None:
+            return True
+        table = volume.descriptors.of(opener.user)
+        return all(e is None or e in table for e in found)
 
     async def open_many(
         self,
