@@ -455,7 +455,9 @@ class Engine:
     async def evict(self, index: int, prefix: str, target: int) -> tuple[int, int]:
         """Evict below a prefix; returns entries and charged bytes."""
         volume = self.volumes.at(index)
-        return await volume.lane.step(volume.room.evict, prefix, target)
+        evicted = await volume.lane.step(volume.room.evict, prefix, target)
+        await volume.departed(prefix)
+        return evicted
 
     async def remove_prefix(self, index: int, prefix: str) -> tuple[int, int]:
         """Delete every key with a prefix; returns entries and charged bytes."""
@@ -464,6 +466,7 @@ class Engine:
             charged += sum(e.charged for e in page)
             count += len(page)
             await self.delete_many(index, [e.key for e in page], True)
+        await self.volumes.at(index).departed(prefix)
         return count, charged
 
     async def verify_many(self, index: int, names: Sequence[str]) -> list[int]:

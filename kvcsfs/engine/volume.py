@@ -164,6 +164,11 @@ class Volume:
             found = self.lookup(names, temporaries)
         return found
 
+    async def departed(self, prefix: str) -> None:
+        """Wait for the keys with a prefix that are leaving now. Raises BackingError when the file system hangs."""
+        for gone in [event for name, event in self._leaving.items() if name.startswith(prefix)]:
+            await self.lane.step(gone.wait)
+
     async def open(
         self, session: Session, names: Sequence[str], temporaries: bool, verify: bool
     ) -> tuple[list[Entry | None], dict[int, KvcsError]]:

@@ -247,7 +247,7 @@ async def test_what_left_never_comes_back_after_a_crash(tmp_path, how, pinned):
         ("delete", "unlink_many"),
     ],
 )
-@pytest.mark.parametrize("told", ["get", "query", "delete", "replace and delete"])
+@pytest.mark.parametrize("told", ["get", "query", "delete", "replace and delete", "remove", "evict"])
 async def test_nobody_is_told_that_a_key_is_gone_before_it_cannot_come_back(
     tmp_path, monkeypatch, leave, job, told
 ):
@@ -273,6 +273,10 @@ async def test_nobody_is_told_that_a_key_is_gone_before_it_cannot_come_back(
                 assert await get(engine, other, "k0") is None
             elif told == "query":
                 assert await engine.query_many(0, ["k0"]) == [None]
+            elif told == "remove":
+                assert await engine.remove_prefix(0, "k0") == (0, 0)
+            elif told == "evict":
+                assert await engine.evict(0, "k0", 0) == (0, 0)
             else:
                 if told != "delete":
                     assert await engine.commit_many(other, [newer.token], [checksum(b"2")]) == [None]
