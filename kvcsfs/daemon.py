@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 EARLY_SECONDS = 2.0  # a recovery that takes longer goes on while the store answers
 PROGRESS_SECONDS = 1.0
+NOTIFY_SECONDS = 1.0  # the event loop must not stand still because systemd doesn't read
 RELOAD_SECONDS = 10.0
 STOP_SECONDS = 90.0  # then the process ends whatever still runs; systemd would kill it after 120
 STILL_SECONDS = 15.0  # the same when the event loop doesn't turn
@@ -125,7 +126,7 @@ async def _tell_recovery(engine: Engine, config: Config) -> None:
     while waiting := [m for m in engine.status()["mountpoints"] if m["state"] == "recovering"]:
         share = sum(m["recovered_share"] for m in waiting) / len(waiting)
         entries = sum(m["recovered_entries"] for m in waiting)
-        notify(f"STATUS=recovering, {share:.0%}, {entries} entries read; {_where(config)}")
+        notify(f"STATUS=recovering, {share:.0%}, {entries} entries read; {_where(config)}", 0)
         with trio.move_on_after(PROGRESS_SECONDS):
             await engine.volumes.recovered()
     notify(f"STATUS=serving, {_where(config)}")
@@ -155,8 +156,8 @@ def _bound_the_stop(stopped: threading.Event) -> None:
     threading.Thread(target=watch, name="kvcsfs-stop", daemon=True).start()
 
 
-def notify(state: str) -> None:
-    """Tell systemd, if it started us. Source: sd_notify(3)."""
+def notify(state: str, seconds: float = NOTIFY_SECONDS) -> None:
+    """Tell systemd, if it started us; what it doesn't take in time is lost. Source: sd_notify(3)."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address:
         return
@@ -164,9 +165,12 @@ def notify(state: str) -> None:
         address = "\0" + address[1:]
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
+            sock.settimeout(seconds)
             sock.sendto(state.encode(), address)
+    except BlockingIOError:  # progress: there will be more
+        pass
     except OSError as exc:
-        log.warning("systemd could not be told %s: %s", state.splitlines()[0], exc.strerror)
+        log.warning("systemd could not be told %s: %s", state.splitlines()[0], exc.strerror or exc)
 
 
 def _serve_metrics(engine: Engine, address: str) -> Callable[[], None]:

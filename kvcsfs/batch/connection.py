@@ -133,7 +133,7 @@ class Connection:
         match request:
             case wire.Release():
                 self._engine.release(session, request.lease)
-            case wire.Query():
+            case wire.Query() if self._engine.is_calm(request.mountpoint):
                 await self._answer(Requests.query, request)
             case wire.Open() if opened := self._requests.open_ready(request):
                 await self._answer(partial(Requests.send_opened, opened=opened), request)

@@ -233,6 +233,7 @@ class Requests:
 
 Handler = Callable[[Requests, Any], Coroutine[Any, Any, None]]
 HANDLERS: dict[type, Handler] = {
+    wire.Query: Requests.query,
     wire.Open: Requests.open,
     wire.Reserve: Requests.reserve,
     wire.Commit: Requests.commit,

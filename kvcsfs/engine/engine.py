@@ -145,12 +145,18 @@ class Engine:
         volume = self.volumes.at(index)
         if volume.settling:
             await volume.settled(names)
-        found = volume.lookup(names, temporaries)
+        found = await volume.find(names, temporaries)
         if any(found):
             volume.lane.check()
         if renew:
             volume.catalog.touch([e for e in found if e is not None], time.time())
         return found
+
+    def is_calm(self, index: int) -> bool:
+        """Whether lookups of a mountpoint have nothing to wait for."""
+        if self.config.backend != "direct" and not 0 <= index < len(self.volumes):
+            return True
+        return self.volumes.at(index).calm
 
     def open_ready(
         self, session: Session, index: int, names: Sequence[str], renew: bool = True
@@ -159,7 +165,7 @@ class Engine:
         if self.config.backend != "direct" and not 0 <= index < len(self.volumes):
             return None
         volume = self.volumes.at(index)
-        if volume.settling or volume.lane.hung:
+        if not volume.calm or volume.lane.hung:
             return None
         entries = volume.lookup(names, False)
         hits = [e for e in entries if e is not None]
@@ -465,7 +471,9 @@ class Engine:
     async def evict(self, index: int, prefix: str, target: int) -> tuple[int, int]:
         """Evict below a prefix; returns entries and charged bytes."""
         volume = self.volumes.at(index)
-        return await volume.lane.step(volume.room.evict, prefix, target)
+        evicted = await volume.lane.step(volume.room.evict, prefix, target)
+        await volume.departed(prefix)
+        return evicted
 
     async def remove_prefix(self, index: int, prefix: str) -> tuple[int, int]:
         """Delete every key with a prefix; returns entries and charged bytes."""
@@ -474,6 +482,7 @@ class Engine:
             charged += sum(e.charged for e in page)
             count += len(page)
             await self.delete_many(index, [e.key for e in page], True)
+        await self.volumes.at(index).departed(prefix)
         return count, charged
 
     async def verify_many(self, index: int, names: Sequence[str]) -> list[int]:

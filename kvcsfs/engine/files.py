@@ -39,7 +39,8 @@ class Files:
         plan = self._volume.catalog.promise([charge(size)], [key])
         if plan.refused:
             return None
-        (outcome,) = await self._writes.stage(plan, [charge(size)], await self._room.make(plan))
+        with self._volume.leaving(plan.recycle.values()):
+            (outcome,) = await self._writes.stage(plan, [charge(size)], await self._room.make(plan))
         if isinstance(outcome, tuple):
             (outcome,) = await self._lane.brief(jobs.own_many, [outcome])
         if isinstance(outcome, tuple):

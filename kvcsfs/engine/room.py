@@ -44,14 +44,18 @@ class Room:
     # -- for a put
 
     async def make(self, plan: Plan) -> int:
-        """Do what a plan needs before its files can be had; returns how many of its bytes could not be freed."""
+        """Do what a plan needs before its files can be had; returns how many of its bytes could not be freed.
+
+        The caller keeps what is to be recycled `leaving`.
+        """
         stuck: list[Entry] = []
         victims = plan.victims
         self._count_evicted(victims)
-        await self._volume.close_fds(self._volume.descriptors.take(victims))
-        if plan.unlink or plan.drop:
-            stuck = await self._lane.run(jobs.make_room, self._store, plan)
-            self.keep_stuck(stuck)
+        with self._volume.leaving(plan.unlink):
+            await self._volume.close_fds(self._volume.descriptors.take(victims))
+            if plan.unlink or plan.drop:
+                stuck = await self._lane.run(jobs.make_room, self._store, plan)
+                self.keep_stuck(stuck)
         self.wake()
         return sum(victim.charged for victim in stuck)
 
@@ -151,13 +155,14 @@ class Room:
         catalog = self._volume.catalog
         held = [e for e in entries if e.pins or in_place]
         failed: dict[Entry, OSError] = {}
-        if held:
-            catalog.pin(held)
-            outcomes = await self._lane.brief(jobs.void_many, held)
-            failed = {e: exc for e, exc in zip(held, outcomes, strict=True) if exc}
-            self._counters["io_errors"] += len(failed)
-            catalog.unpin(held)
-        stuck = await self.reclaim([e for e in entries if not e.pins])
+        with self._volume.leaving(entries):
+            if held:
+                catalog.pin(entries)  # all: a reclaim in the background would not be waited for
+                outcomes = await self._lane.brief(jobs.void_many, held)
+                failed = {e: exc for e, exc in zip(held, outcomes, strict=True) if exc}
+                self._counters["io_errors"] += len(failed)
+                catalog.unpin(entries)
+            stuck = await self.reclaim([e for e in entries if not e.pins])
         return {e: exc for e, exc in {**failed, **stuck}.items() if e in catalog.retired}
 
     # -- eviction

@@ -2,14 +2,15 @@
 
 A step changes the catalog, goes to a worker thread once for its file work, and changes the catalog again. It is
 shielded: what has begun completes, whoever waits for it. Between its two changes other steps run, so an entry is
-pinned by every step that still needs its file, and `claim` lets one commit, rename or delete at a time touch a key.
+pinned by every step that still needs its file, `claim` lets one commit, rename or delete at a time touch a key, and
+`leaving` lets nobody be told that a key is gone while a crash would bring it back.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import trio
@@ -71,6 +72,7 @@ class Volume:
         )
         self.changed = functools.partial(watch, index)
         self._claimed: dict[str, trio.Event] = {}
+        self._leaving: dict[str, trio.Event] = {}  # keys that left the index and are still whole on disk
         self.room = Room(self, descriptor_limit)
         self.writes = Writes(self)
         self.files = Files(self)
@@ -82,9 +84,13 @@ class Volume:
 
     @asynccontextmanager
     async def claim(self, names: Collection[str]) -> AsyncIterator[None]:
-        """Be the only step that changes these keys. Takes all or waits, so that two steps can't wait for each other."""
+        """Be the only step that changes these keys. Takes all or waits, so that two steps can't wait for each other.
+
+        What leaves meanwhile is waited for: else what is put and deleted here would be outlived by what was before.
+        """
         with trio.CancelScope(shield=True):
-            while self._claimed and (blocked := [self._claimed[n] for n in names if n in self._claimed]):
+            held = self._claimed, self._leaving
+            while blocked := [keys[n] for keys in held if keys for n in names if n in keys]:
                 await blocked[0].wait()
             mine = trio.Event()
             self._claimed.update(dict.fromkeys(names, mine))
@@ -94,6 +100,22 @@ class Volume:
                 for name in names:
                     self._claimed.pop(name, None)
                 mine.set()
+
+    @contextmanager
+    def leaving(self, entries: Collection[Entry]) -> Iterator[None]:
+        """Keep who misses the keys of entries that just left the index waiting, until their files are void or gone.
+
+        Who holds this must wait for no claim.
+        """
+        gone = trio.Event()
+        self._leaving.update((e.key, gone) for e in entries)
+        try:
+            yield
+        finally:
+            for entry in entries:
+                if self._leaving.get(entry.key) is gone:
+                    del self._leaving[entry.key]
+            gone.set()
 
     def check_ready(self) -> None:
         """Raise BusyError or BackingError when nothing can be written."""
@@ -115,6 +137,11 @@ class Volume:
 
     # -- reading
 
+    @property
+    def calm(self) -> bool:
+        """Whether no key is settling or leaving: then a lookup is the answer."""
+        return not self.settling and not self._leaving
+
     def lookup(self, names: Sequence[str], temporaries: bool) -> list[Entry | None]:
         """The entries of keys."""
         if self.detached:
@@ -123,6 +150,29 @@ class Volume:
         if temporaries:
             return found
         return [None if e is None or e.flags & TEMPORARY else e for e in found]
+
+    def _departures(self, names: Sequence[str], found: Sequence[Entry | None]) -> list[trio.Event]:
+        """What the answer has to wait for, of keys that were not found and are leaving."""
+        leaving = self._leaving
+        if not leaving:
+            return []
+        return [leaving[n] for n, e in zip(names, found, strict=True) if e is None and n in leaving]
+
+    async def find(self, names: Sequence[str], temporaries: bool) -> list[Entry | None]:
+        """The entries of keys, for an answer that a crash must not undo: what is leaving is waited for.
+
+        Raises BackingError when the file system hangs.
+        """
+        found = self.lookup(names, temporaries)
+        while departures := self._departures(names, found):
+            await self.lane.step(departures[0].wait)
+            found = self.lookup(names, temporaries)
+        return found
+
+    async def departed(self, prefix: str) -> None:
+        """Wait for the keys with a prefix that are leaving now. Raises BackingError when the file system hangs."""
+        for gone in [event for name, event in self._leaving.items() if name.startswith(prefix)]:
+            await self.lane.step(gone.wait)
 
     async def open(
         self, session: Session, names: Sequence[str], temporaries: bool, verify: bool
@@ -134,7 +184,7 @@ class Volume:
         """
         if verify and (doubtful := [e for e in self.lookup(names, temporaries) if e and not e.proven]):
             await self.lane.step(self.verifier.verify_entries, list(dict.fromkeys(doubtful)))
-        found = self.lookup(names, temporaries)
+        found = await self.find(names, temporaries)
         hits = [e for e in found if e is not None]
         if hits:
             self.lane.check()

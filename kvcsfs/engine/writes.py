@@ -38,9 +38,10 @@ class Writes:
         charges = every[: session.admit(every, catalog.ledger.capacity)]
         plan = catalog.promise(charges, names)
         point("reserve.promised")
-        if missing := await self._room.make(plan):  # one file that can't be removed must not fail a put
-            await self._room.make(catalog.shed(missing))
-        staged = await self.stage(plan, charges, -catalog.ledger.free)
+        with self._volume.leaving(plan.recycle.values()):
+            if missing := await self._room.make(plan):  # one file that can't be removed must not fail a put
+                await self._room.make(catalog.shed(missing))
+            staged = await self.stage(plan, charges, -catalog.ledger.free)
         failed = [i for i, outcome in enumerate(staged) if isinstance(outcome, KvcsError)]
         again = [i for i in failed if i in plan.recycle or isinstance(staged[i], CapacityError)]
         if again:

@@ -488,6 +488,32 @@ async def test_a_commit_under_way_completes_when_its_client_goes(tmp_path, monke
         assert await keys(engine) == ["j", "k"]
 
 
+@pytest.mark.usefixtures("in_threads")
+async def test_who_misses_a_key_that_leaves_waits_and_holds_up_no_other_request(tmp_path, monkeypatch):
+    recycling = Gate(monkeypatch, "recycle_many")
+
+    def filling(client: RawClient) -> None:
+        assert [client.put(key, b"value") for key in ("k", "j")] == [0, 0]
+
+    def asking(client: RawClient) -> None:
+        client.send(wire.Query(91, 0, ["k"]))
+        client.send(wire.Open(92, 0, ["k"]))
+        try:
+            assert client.get("j") == b"value"
+        finally:
+            trio.from_thread.run_sync(recycling.go.set)
+        missed = [client.receive()[0] for _ in range(2)]
+        assert wire.QueryReply(91, [0]) in missed
+        assert wire.OpenReply(92, 0, 0, [0], b"", b"") in missed
+
+    async with serving(tmp_path) as engine:
+        await with_client(tmp_path, filling)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(engine.evict, 0, "k", 0)
+            await recycling.reached.wait()
+            await with_client(tmp_path, asking)
+
+
 async def test_a_reservation_outlives_its_deadline_by_the_grace(tmp_path):
     def script(client: RawClient) -> None:
         _, (fds,) = client.reserve(["k"], [5000], ttl=10.0)

@@ -1,7 +1,7 @@
 """Run as a script: an SDK client that puts, gets and deletes until its stdin ends, and knows what it must find.
 
 Arguments: socket, file of the daemon's life, seed, mountpoint, "kept" or "evicted". The keys are its own alone. The
-last line of stdout is JSON: counts, and what was wrong.
+last line of stdout is JSON: counts, and what was wrong, with the last calls for that key.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import random
 import select
 import sys
 import time
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Iterable
 from pathlib import Path
 
 from kvcsfs.errors import KvcsTimeoutError, KvcsUnavailableError
@@ -19,6 +20,7 @@ from kvcsfs.sdk import KvcsLowLevelClient, LLBatchOptions, LLGetItemOpt, LLPutIt
 
 KEYS = 40
 SIZES = (900, 4096, 20_000, 70_000)
+REMEMBERED = 20  # calls of a key
 
 
 class Load:
@@ -34,7 +36,17 @@ class Load:
         self.allowed: dict[str, set[int | None]] = {name: {None} for name in self.names}
         self.version = 0
         self.counts: Counter[str] = Counter()
+        self.calls: dict[str, deque[str]] = {name: deque(maxlen=REMEMBERED) for name in self.names}
         self.wrong: list[str] = []
+
+    def note(self, call: str, outcomes: Iterable[tuple[str, object]], begun: float) -> None:
+        """Remember a call, with the times of the clock that the test's own record of lives has."""
+        when = f"{begun:.4f}..{time.monotonic():.4f} life {self.life.read_text()}: {call}"
+        for name, outcome in outcomes:
+            self.calls[name].append(f"{when} {outcome}")
+
+    def complain(self, name: str, what: str) -> None:
+        self.wrong.append("\n  ".join([f"{name}: {what}", *self.calls[name]]))
 
     def value(self, name: str, version: int) -> bytes:
         size = SIZES[version % len(SIZES)] + version % 13
@@ -44,9 +56,11 @@ class Load:
         names = self.rng.sample(self.names, self.rng.randint(1, 8))
         versions = {name: self.version + i for i, name in enumerate(names, 1)}
         self.version += len(names)
+        begun = time.monotonic()
         results = self.client.ll_batch_put(
             [LLPutItem(name, self.value(name, v)) for name, v in versions.items()], opts=self.options
         )
+        self.note("put", [(r.key, f"{versions[r.key]}: {r.status}") for r in results], begun)
         for result in results:
             if result.status == 0:
                 self.allowed[result.key] = {versions[result.key]}
@@ -55,8 +69,10 @@ class Load:
             self.counts[f"put {result.status}"] += 1
 
     def delete(self) -> None:
-        names = self.rng.sample(self.names, 2)
-        for result in self.client.ll_batch_delete(names, opts=self.options):
+        names, begun = self.rng.sample(self.names, 2), time.monotonic()
+        results = self.client.ll_batch_delete(names, opts=self.options)
+        self.note("delete", [(r.key, r.status) for r in results], begun)
+        for result in results:
             if result.status == 0:
                 self.allowed[result.key] = {None}
             else:
@@ -64,18 +80,20 @@ class Load:
             self.counts[f"delete {result.status}"] += 1
 
     def get(self, names: list[str]) -> None:
-        before = self.life.read_text()
+        before, begun = self.life.read_text(), time.monotonic()
         try:
             results = self.client.ll_batch_get_items([LLGetItemOpt(n) for n in names], opts=self.options)
-        except (KvcsUnavailableError, KvcsTimeoutError):
+        except (KvcsUnavailableError, KvcsTimeoutError) as exc:
             self.counts["get failed"] += 1
+            self.note("get", [(name, type(exc).__name__) for name in names], begun)
             return
         steady = before == self.life.read_text() != "down"  # else a miss may be that of a recovery
+        self.note(f"get since life {before}:", [(r.key, r.status) for r in results], begun)
         for result in results:
             if result.data is not None:
                 self.found(result.key, bytes(result.data))
             elif result.status:
-                self.wrong.append(f"{result.key}: get {result.status}")
+                self.complain(result.key, f"get {result.status}")
             elif steady:
                 self.missed(result.key)
 
@@ -83,13 +101,13 @@ class Load:
         versions = [v for v in self.allowed[name] if v is not None and self.value(name, v) == value]
         self.counts["hits"] += 1
         if not versions:
-            self.wrong.append(f"{name}: {value[:40]!r}, expected one of {self.allowed[name]}")
+            self.complain(name, f"{value[:40]!r}, expected one of {self.allowed[name]}")
         self.allowed[name] = set(versions)
 
     def missed(self, name: str) -> None:
         self.counts["misses"] += 1
         if None not in self.allowed[name] and not self.evicts:
-            self.wrong.append(f"{name}: missing, expected {self.allowed[name]}")
+            self.complain(name, f"missing, expected {self.allowed[name]}")
         self.allowed[name] = {None}  # and it must not come back
 
     def step(self) -> None:

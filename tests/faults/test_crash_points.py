@@ -22,6 +22,7 @@ pytestmark = pytest.mark.fault
 
 ROOT = Path(__file__).resolve().parents[2]
 TURNS = int(os.environ.get("KVCSFS_TURNS", "1"))  # kills at each point, at different passes
+OPERATIONS = 1000  # of a life that a point ends: some are passed now and then only
 RARE = ("epoch.made", "epoch.synced", "recovery.read")  # passed once a life
 
 
@@ -94,7 +95,7 @@ async def test_killed_at(point, turn, crashed, tmp_path):
     seed = POINTS.index(point) * 1000 + turn
     number = 1 if point in RARE else random.Random(seed).randint(1, 4)
     durability = "fsync" if point == "commit.synced" or turn % 2 else "none"
-    done = live(directory, seed, 150, f"{point}:{number}", durability)
+    done = live(directory, seed, OPERATIONS, f"{point}:{number}", durability)
     assert done.returncode == -signal.SIGKILL, f"never passed: {done.stderr.decode()}"
     await examine(directory)
 

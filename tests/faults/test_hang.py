@@ -114,6 +114,33 @@ async def test_what_waits_fails_and_the_other_mountpoint_goes_on(tmp_path, backi
         assert await get(engine, session, "k", HUNG) == VALUE
 
 
+async def test_who_misses_a_key_that_leaves_waits_no_longer_than_the_others(
+    tmp_path, backing, expected_warnings
+):
+    expected_warnings.append("doesn't answer")
+    async with two(tmp_path) as engine:
+        session = engine.session(0)
+        assert await put(engine, session, "k", VALUE, HUNG) is None
+        backing.hang()
+
+        async def evict() -> None:
+            with pytest.raises(BackingError):
+                await engine.evict(HUNG, "k", 0)
+
+        with trio.fail_after(LIMIT):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(evict)
+                while await engine.find(HUNG, "k") is not None:
+                    await trio.sleep(0.005)
+                for _ in range(2):  # before it is known to hang, and then
+                    with pytest.raises(BackingError):
+                        await get(engine, session, "k", HUNG)
+        backing.go()
+        await until(engine, "ready")
+        await settled(engine)
+        assert await get(engine, session, "k", HUNG) is None
+
+
 async def test_while_it_hangs_nothing_is_begun(tmp_path, backing, expected_warnings):
     expected_warnings.append("doesn't answer")
     async with two(tmp_path) as engine:

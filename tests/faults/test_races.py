@@ -238,6 +238,98 @@ async def test_what_left_never_comes_back_after_a_crash(tmp_path, how, pinned):
         adds_up(engine)
 
 
+@pytest.mark.parametrize(
+    ("leave", "job"),
+    [
+        ("put of another size", "make_room"),
+        ("put of this size", "stage_many"),
+        ("evict", "unlink_many"),
+        ("delete", "unlink_many"),
+    ],
+)
+@pytest.mark.parametrize("told", ["get", "query", "delete", "replace and delete", "remove", "evict"])
+async def test_nobody_is_told_that_a_key_is_gone_before_it_cannot_come_back(
+    tmp_path, monkeypatch, leave, job, told
+):
+    async with running(config(tmp_path)) as engine:
+        session, other = engine.session(0), engine.session(1)
+        newer = await reserve(engine, other, "k0", 1)
+        write(newer, b"2")
+        for i in range(COUNT - 1):
+            await put(engine, session, f"k{i}", b"o" * VALUE)
+        leaving, answered = Gate(monkeypatch, job), trio.Event()
+
+        async def go() -> None:
+            if leave == "evict":
+                await engine.evict(0, "k0", 0)
+            elif leave == "delete":
+                await engine.delete_many(0, ["k0"])
+            else:
+                for name in ("n0", "n1"):
+                    await reserve(engine, session, name, VALUE // 2 if "another" in leave else VALUE)
+
+        async def look() -> None:
+            if told == "get":
+                assert await get(engine, other, "k0") is None
+            elif told == "query":
+                assert await engine.query_many(0, ["k0"]) == [None]
+            elif told == "remove":
+                assert await engine.remove_prefix(0, "k0") == (0, 0)
+            elif told == "evict":
+                assert await engine.evict(0, "k0", 0) == (0, 0)
+            else:
+                if told != "delete":
+                    assert await engine.commit_many(other, [newer.token], [checksum(b"2")]) == [None]
+                await engine.delete_many(0, ["k0"])
+            shutil.copytree(tmp_path / "data0", tmp_path / "crash" / "data0")
+            answered.set()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(go)
+            await leaving.reached.wait()
+            nursery.start_soon(look)
+            with trio.move_on_after(0.1):
+                await answered.wait()
+            leaving.go.set()
+        await engine.close_session(session)
+        await engine.close_session(other)
+        await settle(engine)
+        adds_up(engine)
+    async with running(config(tmp_path / "crash")) as engine:
+        assert "k0" not in await keys(engine)
+
+
+async def test_a_delete_is_answered_when_all_of_it_is_void(tmp_path, monkeypatch):
+    async with running(config(tmp_path)) as engine:
+        session = engine.session(0)
+        for key in ("held", "free"):
+            await put(engine, session, key, b"o" * 100)
+        await engine.open_many(session, 0, ["held"])
+        voiding, recycling = Gate(monkeypatch, "void_many"), Gate(monkeypatch, "recycle_many")
+        deleted = trio.Event()
+
+        async def delete() -> None:
+            await engine.delete_many(0, ["held", "free"])
+            shutil.copytree(tmp_path / "data0", tmp_path / "crash" / "data0")
+            deleted.set()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(delete)
+            await voiding.reached.wait()
+            engine.volumes[0].room.loose.set()  # another reader lets something go, and the background looks
+            with trio.move_on_after(0.1):
+                await recycling.reached.wait()
+            voiding.go.set()
+            with trio.move_on_after(0.1):
+                await deleted.wait()
+            recycling.go.set()
+        await engine.close_session(session)
+        await settle(engine)
+        adds_up(engine)
+    async with running(config(tmp_path / "crash")) as engine:
+        assert await keys(engine) == []
+
+
 # -- steps that meet
 
 

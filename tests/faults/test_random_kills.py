@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 import trio
 
-from kvcsfs import config
+from kvcsfs import config, wire
 from kvcsfs.config import Config
+from kvcsfs.control import Control
 from tests.stores import bytes_on_disk, keys, running
 
 pytestmark = pytest.mark.fault
@@ -31,6 +32,7 @@ class Store:
 
     def __init__(self, directory: Path) -> None:
         self.directory, self.life, self.lives = directory, directory / "life", 0
+        self.said: list[str] = []
         self.file = directory / "kvcsfs.toml"
         tables = []
         for name, capacity in (("kept", "64MiB"), ("evicted", "2MiB")):
@@ -49,23 +51,38 @@ class Store:
         with open(self.directory / "daemon.log", "a") as log:
             return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
 
+    def recovered(self, daemon: subprocess.Popen[str]) -> None:
+        """Wait until a daemon has all its entries: it says that it is ready earlier, when it recovers for long."""
+        assert daemon.stdout is not None
+        assert "ready" in daemon.stdout.readline(), (self.directory / "daemon.log").read_text()
+        with Control(str(self.directory / "sock")) as control:
+            while "recovering" in [
+                m["state"] for m in control.ask(wire.Status(2), wire.StatusReply).status["mountpoints"]
+            ]:
+                time.sleep(0.01)
+
     def say(self, text: str) -> None:
         """Tell the clients, in one step."""
+        self.said.append(f"{time.monotonic():.4f}: {text}")
         self.life.with_suffix(".new").write_text(text)
         self.life.with_suffix(".new").rename(self.life)
 
     def live(self, seconds: float, wait: bool) -> None:
-        """One life of the daemon; without `wait` it may be killed before it is ready."""
+        """One life of the daemon; without `wait` it may be killed before it has recovered."""
         with self.start() as daemon:
-            assert daemon.stdout is not None
             if wait:
-                assert "ready" in daemon.stdout.readline(), (self.directory / "daemon.log").read_text()
+                self.recovered(daemon)
                 self.lives += 1
                 self.say(str(self.lives))
             time.sleep(seconds)
             self.say("down")
             daemon.kill()
             assert daemon.wait() == -signal.SIGKILL
+
+    def story(self, wrong: list[str]) -> str:
+        """What clients found wrong, and what they can't know: when the lives began and ended, what the daemon said."""
+        log = (self.directory / "daemon.log").read_text()
+        return "\n".join([*wrong, "lives:", *self.said[-20:], "the daemon's log:", log[-4000:]])
 
     async def examine(self) -> None:
         """Every byte on disk is counted, and every value is whole."""
@@ -102,20 +119,22 @@ def test_random_kills_under_load(tmp_path, clients):
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         clients.append(subprocess.Popen([str(s) for s in script], text=True, **pipes))
     for number in range(KILLS):
+        if any(client.poll() is not None for client in clients):
+            break  # it found something wrong
         store.live(rng.uniform(0, 0.4), wait=rng.random() < 0.8)
         if number % 5 == 4:
             trio.run(store.examine)
     with store.start() as daemon:
-        assert daemon.stdout is not None
-        assert "ready" in daemon.stdout.readline()
+        store.recovered(daemon)
         store.say("last")
         time.sleep(0.2)
         reports = [json.loads(client.communicate("stop", timeout=30)[0]) for client in clients]
         daemon.terminate()
         assert daemon.wait(20) == 0
+    wrong = [what for report in reports for what in report["wrong"]]
+    assert not wrong, store.story(wrong)
     counts: Counter[str] = Counter()
     for report in reports:
-        assert report["wrong"] == []
         counts.update(report["counts"])
     print(dict(counts))
     assert counts["hits"] > KILLS and counts["put 0"] > KILLS and counts["delete 0"] > KILLS / 5

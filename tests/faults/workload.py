@@ -149,6 +149,8 @@ class Workload:
         if version is not None:
             self.begin({old: None, new: version})
             await self.engine.rename(0, old, new)
+            # It counts as put now, which tells in a batch that it was used in before: it is used alone.
+            await self.engine.query_many(0, [new], renew=True)
             self.end({old: None, new: version})
 
     async def evict(self) -> None:
