@@ -18,13 +18,15 @@ BATCHES_KEPT = 3  # what a store has room for: a store of a new batch replaces t
 Step = Callable[[int], None]  # the number of the turn, which makes its keys
 
 
-def capacity(page_bytes: int) -> int:
+def capacity(page_bytes: int, pages: int = PAGES) -> int:
     """Room for BATCHES_KEPT batches, footers included."""
-    return BATCHES_KEPT * PAGES * (page_bytes + 8192)
+    return BATCHES_KEPT * pages * (page_bytes + 8192)
 
 
-def compare(title: str, page_bytes: int, contestants: dict[str, tuple[Step, Step]]) -> dict[str, Any]:
-    """Time store and load of PAGES pages for each, alternating who is first; milliseconds, median and range."""
+def compare(
+    title: str, page_bytes: int, contestants: dict[str, tuple[Step, Step]], pages: int = PAGES
+) -> dict[str, Any]:
+    """Time store and load of so many pages for each, alternating who is first; milliseconds, median and range."""
     times: dict[str, dict[str, list[float]]] = {name: {"store": [], "load": []} for name in contestants}
     for turn in range(WARM_TURNS + TURNS):
         names = list(contestants)[:: 1 if turn % 2 else -1]
@@ -38,7 +40,7 @@ def compare(title: str, page_bytes: int, contestants: dict[str, tuple[Step, Step
         name: {what: [round(f(t), 1) for f in (statistics.median, min, max)] for what, t in whats.items()}
         for name, whats in times.items()
     }
-    row = {"title": title, "page_bytes": page_bytes, "pages": PAGES, "turns": TURNS, "ms": figures}
+    row = {"title": title, "page_bytes": page_bytes, "pages": pages, "turns": TURNS, "ms": figures}
     report = os.environ.get("KVCSFS_BENCH_REPORT")
     if report:
         with Path(report).open("a") as file:
