@@ -266,7 +266,8 @@ async def test_nobody_is_told_that_a_key_is_gone_before_it_cannot_come_back(
                 await engine.delete_many(0, ["k0"])
             else:
                 for name in ("n0", "n1"):
-                    await reserve(engine, session, name, VALUE // 2 if "another" in leave else VALUE)
+                    staged = await reserve(engine, session, name, VALUE // 2 if "another" in leave else VALUE)
+                    os.close(staged.fd)
 
         async def look() -> None:
             if told == "get":
