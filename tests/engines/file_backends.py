@@ -31,8 +31,6 @@ T = TypeVar("T")
 class FileBackend(Protocol):
     """An engine's own file backend, driven as the engine does. Its values have numbers, and are all of one size."""
 
-    size: int
-
     def value(self, number: int) -> bytes:
         """What is stored under a number."""
 

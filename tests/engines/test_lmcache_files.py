@@ -46,7 +46,7 @@ class Connector:
         memory = self._made.local_cpu_backend.allocate([SHAPE], [torch.bfloat16], MemoryFormat.KV_2LTD)
         ctypes.memmove(memory.data_ptr, self.value(number), CHUNK)
         failed = self._made.submit_put_task(key(number), memory).exception(30)
-        memory.ref_count_down()
+        forget(memory)
         assert failed is None or isinstance(failed, OSError)
         return failed is None
 
@@ -55,8 +55,14 @@ class Connector:
         if memory is None:
             return None
         value = ctypes.string_at(memory.data_ptr, CHUNK)
-        memory.ref_count_down()
+        forget(memory)
         return value
+
+
+def forget(memory: Any) -> None:
+    """Give memory back without the value, so that a load into it again has to bring all of it."""
+    ctypes.memset(memory.data_ptr, 0, CHUNK)
+    memory.ref_count_down()
 
 
 @contextmanager
