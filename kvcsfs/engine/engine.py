@@ -452,6 +452,10 @@ class Engine:
         volume = self.volumes.at(index)
         return None if volume.recovering else volume.extras
 
+    def save_soon(self, index: int) -> None:
+        """Write the snapshot soon: a face changed what is nowhere else and must not wait for the next one."""
+        self.volumes.at(index).upkeep.ask()
+
     async def usage(self, index: int, prefix: str) -> tuple[int, int, int]:
         """Entries, value bytes and charged bytes of the keys that start with `prefix`. O(1) for a directory."""
         return self.volumes.at(index).catalog.index.usage(prefix)

@@ -27,6 +27,7 @@ class Upkeep:
         self.recovery = recovery.Watch()
         self._volume = volume
         self._lane, self._store = volume.lane, volume.store
+        self._asked = trio.Event()
 
     # -- start
 
@@ -73,9 +74,18 @@ class Upkeep:
 
     # -- while it serves
 
+    def ask(self) -> None:
+        """Have a checkpoint soon."""
+        self._asked.set()
+
+    async def asked(self) -> None:
+        """Wait until somebody wants a checkpoint soon."""
+        await self._asked.wait()
+
     async def checkpoint(self, clean: bool = False) -> None:
         """Write the snapshot; `clean` says that it is exact and nothing follows it."""
         volume = self._volume
+        self._asked = trio.Event()
         if volume.recovering or volume.detached:
             return
         writer = await self._lane.run(recovery.SnapshotWriter, self._store.directory)

@@ -19,6 +19,8 @@ from kvcsfs.errors import MountpointError
 log = logging.getLogger(__name__)
 
 CHECKPOINT_SECONDS = 60.0
+ASKED_SECONDS = 0.2  # from the first who asks for a checkpoint: a program makes its directories in one go
+REST_SECONDS = 1.0  # between checkpoints that are asked for; 20 times what the last one took, if that is more
 
 
 class Volumes:
@@ -119,13 +121,21 @@ class Volumes:
             await trio.sleep(0.01)
 
     async def _checkpoints(self, volume: Volume) -> None:
+        rest, frozen = 0.0, trio.current_time()
         while True:
-            await trio.sleep(CHECKPOINT_SECONDS)
+            with trio.move_on_after(CHECKPOINT_SECONDS):
+                await trio.sleep(rest)
+                await volume.upkeep.asked()
+                await trio.sleep(ASKED_SECONDS)
+            began = trio.current_time()
             try:
                 await volume.upkeep.checkpoint()
             except OSError as exc:
                 log.warning("%s: no checkpoint: %s", volume.config.path, exc.strerror)
-            gc.freeze()  # what was added meanwhile
+            rest = max(REST_SECONDS, 20 * (trio.current_time() - began))
+            if began - frozen >= CHECKPOINT_SECONDS:
+                gc.freeze()  # what was added meanwhile
+                frozen = began
 
 
 def raise_descriptor_limit() -> int:

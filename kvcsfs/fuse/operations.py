@@ -164,6 +164,8 @@ class Operations(pyfuse3.Operations):
             self._tree.namespace(node.index).set_directory(node.path, changed)
         else:
             raise FUSEError(errno.EPERM)
+        if not all(name.endswith("time_ns") for name in changed):  # llm-d notes each hit as an access time
+            self._tree.engine.save_soon(node.index)
 
     @posix_errors
     async def readlink(self, inode: InodeT, ctx: RequestContext) -> FileNameT:
@@ -207,6 +209,7 @@ class Operations(pyfuse3.Operations):
             "atime_ns": now,
         }
         self._tree.namespace(parent.index).make(path, recorded)
+        self._tree.engine.save_soon(parent.index)
         self._tree.changed(parent)
         return self._found(self._inodes.directory(parent.index, path, parent, name))
 
@@ -225,6 +228,7 @@ class Operations(pyfuse3.Operations):
         if not await self._tree.is_empty(node):
             raise FUSEError(errno.ENOTEMPTY)
         self._tree.namespace(parent.index).remove_directory(node.path)
+        self._tree.engine.save_soon(parent.index)
         self._tree.changed(parent)
 
     @posix_errors

@@ -52,6 +52,7 @@ class Renames:
             raise FUSEError(errno.EXDEV)
         path = target.path if target is not None else self._tree.path_of_new(parent, name, "/")
         self._tree.namespace(node.index).move_directory(node.path, path)
+        self._tree.engine.save_soon(node.index)
         self._tree.inodes.move(node, path, parent, name)
 
     async def _file(self, node: File, target: Node | None, parent: Directory, name: bytes) -> None:

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("sglang")
 
 from tests.engines import without_torchvision  # noqa: F401  # before anything of SGLang's is imported
-from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConfig
+from sglang.srt.mem_cache.hicache_storage import HiCacheFile
 from tests.bench.engine_times import PAGES, Step, capacity, compare
 from tests.engines.daemon import Daemon
 from tests.engines.test_sglang_engine import attach, config, host_pool_of
@@ -33,11 +33,9 @@ def test_store_and_load(tmp_path: Path, layers: int, layout: str):
     room = capacity(page_bytes)
     with Daemon(tmp_path / "store", room) as daemon, Daemon(tmp_path / "other", room) as other:
         ours = attach(daemon, pool, layout)
-        unverified = config(other, layout)
-        unverified.extra_config["kvcs.verify_reads"] = False
-        faster = attach(other, pool, layout, extra_config=unverified.extra_config)
+        faster = attach(other, pool, layout, verify_reads=False)
         limited = {"file_storage_path": str(tmp_path / "files"), "max_size": str(room)}
-        files = HiCacheFile(HiCacheStorageConfig(**{**vars(config(daemon, layout)), "extra_config": limited}))
+        files = HiCacheFile(config(layout, limited))
 
         def keys(turn: int) -> list[str]:
             return [f"{turn:032x}{i:032x}" for i in range(PAGES)]

@@ -23,7 +23,7 @@ class Daemon:
     """One daemon below `home`, serving until the `with` block ends. Its socket has a short path of its own."""
 
     def __init__(self, home: Path, capacity: int, mount: Path | None = None) -> None:
-        self._data, self._capacity, self._mount = home / "data", capacity, mount
+        self._data, self._log, self._capacity, self._mount = home / "data", home / "log", capacity, mount
         self._directory = tempfile.TemporaryDirectory(prefix="kvcs-")
         self.socket = f"{self._directory.name}/s"
         self._process: subprocess.Popen[str] | None = None
@@ -42,32 +42,40 @@ class Daemon:
             self.socket,
         ]
         if self._mount:
-            self._mount.mkdir(parents=True, exist_ok=True)
             command += ["--mount", str(self._mount)]
-        self._process = subprocess.Popen(
-            [*command, "--capacity", str(self._capacity)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [*command, "--capacity", str(self._capacity)], stdout=subprocess.PIPE, stderr=log, text=True
+            )
         assert self._process.stdout
         assert self._process.stdout.readline().startswith("kvcsfs ready")
         self._wait_for_recovery()
 
     def kill(self) -> None:
-        """End it as a crash would."""
+        """End it as a crash would; the dead mount stays until the next start."""
         assert self._process
         self._process.kill()
         self._process.communicate()
         self._process = None
-        self._unmount()
 
-    def empty(self) -> None:
-        """Evict everything, for the next test of a daemon that several share; started again if it was left dead."""
-        if self._process is None:
-            self.start()
+    def evict(self) -> None:
+        """Evict everything that nobody holds."""
         with Control(self.socket) as control:
             control.ask(wire.Evict(2, 0, "", 0), wire.EvictReply)
+
+    def empty(self) -> None:
+        """Evict everything, also what is let go a moment later; started again if it was left dead."""
+        if self._process is None:
+            self.start()
+        end = time.monotonic() + PATIENCE_S
+        with Control(self.socket) as control:
+            while control.ask(wire.Status(2), wire.StatusReply).status["mountpoints"][0]["entries"]:
+                assert time.monotonic() < end, "something is held"
+                control.ask(wire.Evict(2, 0, "", 0), wire.EvictReply)
+
+    def warnings(self) -> list[str]:
+        """The lines of its log that tell of trouble."""
+        return [line for line in self._log.read_text().splitlines() if not line.startswith("INFO ")]
 
     def __enter__(self) -> Self:
         self.start()

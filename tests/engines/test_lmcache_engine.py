@@ -38,23 +38,22 @@ SHAPE = torch.Size([2, 8, 256, 128])
 CHUNK = 1 << 20
 
 
-@contextmanager
-def backend(daemon: Daemon, kind: str, memory_gb: float = 0.25, **changes: Any) -> Iterator[Any]:
-    """LMCache's own loader makes the backend out of a configuration, as an engine's would."""
+def connector(daemon: Daemon, kind: str) -> dict[str, Any]:
+    """The part of LMCache's configuration that names a connector of ours."""
     plug = {"remote": "remote_storage_plugin", "plugin": "storage_plugin"}[kind]
-    name = {"remote": "KvcsConnector", "plugin": "KvcsBackend"}[kind]
+    extra = {
+        f"{plug}.kvcs.module_path": "kvcsfs.connectors.lmcache",
+        f"{plug}.kvcs.class_name": {"remote": "KvcsConnector", "plugin": "KvcsBackend"}[kind],
+        "kvcs.socket": daemon.socket,
+    }
+    return {f"{plug}s": ["kvcs"], "extra_config": extra}
+
+
+@contextmanager
+def backend(configured: dict[str, Any]) -> Iterator[Any]:
+    """LMCache's own loader makes the backend out of a configuration, as an engine's would."""
     config = LMCacheEngineConfig.from_defaults(
-        chunk_size=256,
-        local_cpu=False,
-        max_local_cpu_size=memory_gb,
-        remote_storage_plugins=["kvcs"] if kind == "remote" else None,
-        storage_plugins=["kvcs"] if kind == "plugin" else None,
-        extra_config={
-            f"{plug}.kvcs.module_path": "kvcsfs.connectors.lmcache",
-            f"{plug}.kvcs.class_name": name,
-            "kvcs.socket": daemon.socket,
-        }
-        | changes,
+        chunk_size=256, local_cpu=False, max_local_cpu_size=0.25, **configured
     )
     metadata = LMCacheMetadata(
         model_name=MODEL, world_size=1, local_world_size=1, worker_id=0, local_worker_id=0,
@@ -64,12 +63,12 @@ def backend(daemon: Daemon, kind: str, memory_gb: float = 0.25, **changes: Any) 
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
     backends = CreateStorageBackends(config, metadata, loop, "cpu")
-    ours = [made for key, made in backends.items() if key != "LocalCPUBackend"]
-    assert len(ours) == 1, f"LMCache made no backend of ours: {list(backends)}"
+    others = [made for key, made in backends.items() if key != "LocalCPUBackend"]
+    assert len(others) == 1, f"LMCache made no backend besides its memory: {list(backends)}"
     try:
-        yield ours[0]
+        yield others[0]
     finally:
-        ours[0].close()
+        others[0].close()
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()
@@ -86,8 +85,8 @@ def chunk(made: Any, shape: Any = SHAPE) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["remote", "plugin"])
-def test_chunks_come_back_to_the_bit(tmp_path, kind):
-    with Daemon(tmp_path, 256 << 20) as daemon, backend(daemon, kind) as made:
+def test_chunks_come_back_to_the_bit(daemon, kind):
+    with backend(connector(daemon, kind)) as made:
         shapes = [SHAPE, SHAPE, torch.Size([2, 8, 31, 128])]  # the last chunk of a prompt is shorter
         chunks = [chunk(made, shape) for shape in shapes]
         keys = [key(i) for i in range(3)]
@@ -122,7 +121,7 @@ def wait_for(made: Any, ended: int, seconds: float = 30.0) -> None:
 
 @pytest.mark.parametrize("kind", ["remote", "plugin"])
 def test_eviction_all_the_time_and_a_killed_daemon_give_misses_alone(tmp_path, kind):
-    with Daemon(tmp_path, 12 << 20) as daemon, backend(daemon, kind) as made:  # 11 chunks
+    with Daemon(tmp_path, 12 << 20) as daemon, backend(connector(daemon, kind)) as made:  # 11 chunks
         known, hits, misses = {}, 0, 0
         for turn in range(36):
             if turn == 24:
@@ -153,18 +152,22 @@ def test_eviction_all_the_time_and_a_killed_daemon_give_misses_alone(tmp_path, k
 # -- the L2 adapter
 
 
+def l2_connector(daemon: Daemon, **options: Any) -> dict[str, Any]:
+    """The specification of our adapter."""
+    return {
+        "type": "plugin",
+        "module_path": "kvcsfs.connectors.lmcache_l2",
+        "class_name": "KvcsL2Adapter",
+        "adapter_params": {"socket": daemon.socket} | options,
+    }
+
+
 @contextmanager
-def adapter(daemon: Daemon, **options: Any) -> Iterator[Any]:
-    config = get_l2_adapter_config_class("plugin").from_dict(
-        {
-            "type": "plugin",
-            "module_path": "kvcsfs.connectors.lmcache_l2",
-            "class_name": "KvcsL2Adapter",
-            "adapter_params": {"socket": daemon.socket} | options,
-        }
-    )
-    made = create_l2_adapter(config)
-    made.set_backend_identity("plugin")
+def adapter(specification: dict[str, Any]) -> Iterator[Any]:
+    """An adapter as LMCache's server makes it."""
+    kind = specification["type"]
+    made = create_l2_adapter(get_l2_adapter_config_class(kind).from_dict(specification))
+    made.set_backend_identity(kind)
     yield made
     made.close()
 
@@ -181,7 +184,25 @@ def bits(bitmap: Any, count: int) -> list[bool]:
     return [bool(bitmap.test(i)) for i in range(count)]
 
 
-def test_objects_come_back_to_the_bit_and_a_killed_daemon_is_a_miss(tmp_path):
+def store(made: Any, keys: list[Any], memories: list[Any]) -> Any:
+    task = made.submit_store_task(keys, memories)
+    return answer(made.get_store_event_fd(), made.pop_completed_store_tasks)[task]
+
+
+def look(made: Any, keys: list[Any], shape: Any = SHAPE) -> list[bool]:
+    layout = {0: MemoryLayoutDesc([shape], [torch.bfloat16])}
+    task = made.submit_lookup_and_lock_task(keys, layout)
+    found = answer(made.get_lookup_and_lock_event_fd(), lambda: made.query_lookup_and_lock_result(task))
+    made.submit_unlock(keys)
+    return bits(found, len(keys))
+
+
+def load(made: Any, keys: list[Any], into: list[Any]) -> list[bool]:
+    task = made.submit_load_task(keys, into)
+    return bits(answer(made.get_load_event_fd(), lambda: made.query_load_result(task)), len(keys))
+
+
+def test_objects_come_back_to_the_bit_and_a_killed_daemon_is_a_miss(daemon):
     allocator = HostMemoryAllocator(64 << 20)
 
     def objects(count: int) -> list[Any]:
@@ -191,41 +212,23 @@ def test_objects_come_back_to_the_bit_and_a_killed_daemon_is_a_miss(tmp_path):
         return made
 
     keys = [ObjectKey(bytes([i]) * 32, MODEL, 0x02010201) for i in range(4)]
-    layout = {0: MemoryLayoutDesc([SHAPE], [torch.bfloat16])}
-    with Daemon(tmp_path, 64 << 20) as daemon, adapter(daemon) as made:
-
-        def look(asked: list[Any]) -> list[bool]:
-            task = made.submit_lookup_and_lock_task(asked, layout)
-            found = answer(
-                made.get_lookup_and_lock_event_fd(), lambda: made.query_lookup_and_lock_result(task)
-            )
-            made.submit_unlock(asked)
-            return bits(found, len(asked))
-
-        def load(asked: list[Any], into: list[Any]) -> list[bool]:
-            task = made.submit_load_task(asked, into)
-            return bits(answer(made.get_load_event_fd(), lambda: made.query_load_result(task)), len(asked))
-
-        def store(asked: list[Any], memories: list[Any]) -> Any:
-            task = made.submit_store_task(asked, memories)
-            return answer(made.get_store_event_fd(), made.pop_completed_store_tasks)[task]
-
+    with adapter(l2_connector(daemon)) as made:
         stored, out = objects(3), objects(4)
-        result = store(keys[:3], stored)
+        result = store(made, keys[:3], stored)
         assert result.is_successful()
         assert result.bytes_transferred() == 3 * CHUNK
         assert made.get_usage().total_bytes_used == 3 * CHUNK
-        assert look(keys) == load(keys, out) == [True, True, True, False]
+        assert look(made, keys) == load(made, keys, out) == [True, True, True, False]
         assert all(torch.equal(a.tensor, b.tensor) for a, b in zip(stored, out[:3], strict=True))
         daemon.kill()
-        assert look(keys) == load(keys, out) == [False] * 4
-        assert not store(keys[3:], objects(1)).is_successful()
+        assert look(made, keys) == load(made, keys, out) == [False] * 4
+        assert not store(made, keys[3:], objects(1)).is_successful()
         daemon.start()
         again = objects(4)
-        assert load(keys, again) == [True, True, True, False]
+        assert load(made, keys, again) == [True, True, True, False]
         assert all(torch.equal(a.tensor, b.tensor) for a, b in zip(stored, again[:3], strict=True))
         made.delete(keys[:1])
-        assert look(keys) == [False, True, True, False]
+        assert look(made, keys) == [False, True, True, False]
         assert made.get_usage().total_bytes_used == 2 * CHUNK
         assert made.report_status()["is_healthy"]
 
@@ -234,16 +237,12 @@ def test_objects_under_eviction_are_right_or_missing(tmp_path):
     allocator = HostMemoryAllocator(64 << 20)
     memory, out = (allocator.allocate([SHAPE], [torch.bfloat16], MemoryFormat.KV_2LTD) for _ in range(2))
     seen = set()
-    with Daemon(tmp_path, 8 << 20) as daemon, adapter(daemon) as made:
+    with Daemon(tmp_path, 8 << 20) as daemon, adapter(l2_connector(daemon)) as made:
         for turn in range(32):
             memory.tensor.fill_(turn)
-            made.submit_store_task([ObjectKey(bytes([turn]) * 32, MODEL, 1)], [memory])
-            answer(made.get_store_event_fd(), made.pop_completed_store_tasks)
+            store(made, [ObjectKey(bytes([turn]) * 32, MODEL, 1)], [memory])
             for asked in (turn, max(0, turn - 12)):
-                task = made.submit_load_task([ObjectKey(bytes([asked]) * 32, MODEL, 1)], [out])
-                hit = bits(
-                    answer(made.get_load_event_fd(), lambda task=task: made.query_load_result(task)), 1
-                )[0]
+                (hit,) = load(made, [ObjectKey(bytes([asked]) * 32, MODEL, 1)], [out])
                 seen.add(hit)
                 assert not hit or bool((out.tensor == asked).all())
     assert seen == {True, False}

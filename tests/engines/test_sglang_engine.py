@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,12 +30,6 @@ pytestmark = pytest.mark.engines
 LAYERS, HEADS, DIMENSION, PAGE, TOKENS = 4, 2, 64, 16, 128
 LAYOUTS = ["page_first", "page_first_direct", "layer_first"]
 KEYS = [f"{i:064x}" for i in range(6)]
-
-
-@pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[Daemon]:
-    with Daemon(tmp_path, 64 << 20) as made:
-        yield made
 
 
 def host_pool(layout: str, dtype: Any = torch.bfloat16) -> Any:
@@ -78,22 +70,22 @@ def host_pool_of(
     )
 
 
-def config(daemon: Daemon, layout: str, **changes: Any) -> Any:
-    values: dict[str, Any] = {
-        "tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "attn_cp_rank": 0, "attn_cp_size": 1,
-        "is_mla_model": False, "enable_storage_metrics": True, "is_page_first_layout": layout != "layer_first",
-        "model_name": "org/model",
-        "extra_config": {
-            "backend_name": "kvcs", "module_path": "kvcsfs.connectors.sglang", "class_name": "KvcsHiCache",
-            "interface_v1": 1, "kvcs.socket": daemon.socket,
-        },
-    }  # fmt: skip
-    return HiCacheStorageConfig(**values | changes)
+def config(layout: str, extra: dict[str, Any]) -> Any:
+    return HiCacheStorageConfig(
+        tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_cp_rank=0, attn_cp_size=1,
+        is_mla_model=False, enable_storage_metrics=True, is_page_first_layout=layout != "layer_first",
+        model_name="org/model", extra_config=extra,
+    )  # fmt: skip
 
 
-def attach(daemon: Daemon, pool: Any, layout: str, **changes: Any) -> Any:
+def attach(daemon: Daemon, pool: Any, layout: str, **options: Any) -> Any:
     """The backend as the cache controller makes it and tells it of the pools."""
-    storage = StorageBackendFactory.create_backend("dynamic", config(daemon, layout, **changes), pool)
+    ours = {"socket": daemon.socket} | options
+    extra = {
+        "backend_name": "kvcs", "module_path": "kvcsfs.connectors.sglang", "class_name": "KvcsHiCache",
+        "interface_v1": 1, **{f"kvcs.{name}": value for name, value in ours.items()},
+    }  # fmt: skip
+    storage = StorageBackendFactory.create_backend("dynamic", config(layout, extra), pool)
     storage.register_mem_pool_host(pool)
     storage.register_mem_host_pool_v2(pool, PoolName.KV)
     storage.on_host_pools_registered()
@@ -130,7 +122,7 @@ def test_the_generic_calls_move_flat_pages_as_the_file_backend(daemon, tmp_path,
     storage = attach(daemon, pool, layout)
     indices = pool.alloc(3 * PAGE)
     flat = [pool.get_data_page(int(index), flat=True) for index in indices[::PAGE]]
-    files = HiCacheFile(config(daemon, layout, extra_config={"file_storage_path": str(tmp_path / "files")}))
+    files = HiCacheFile(config(layout, {"file_storage_path": str(tmp_path / "files")}))
     for backend in (storage, files):
         assert backend.batch_set(KEYS[:3], flat)
         got = backend.batch_get(KEYS[:4], [pool.get_dummy_flat_data_page() for _ in range(4)])
@@ -143,7 +135,7 @@ def test_the_generic_calls_move_flat_pages_as_the_file_backend(daemon, tmp_path,
 def test_hybrid_calls_answer_as_the_file_backend_does(daemon, tmp_path, layout):
     pool, state = host_pool(layout), host_pool(layout)
     storage = attach(daemon, pool, layout)
-    files = HiCacheFile(config(daemon, layout, extra_config={"file_storage_path": str(tmp_path / "files")}))
+    files = HiCacheFile(config(layout, {"file_storage_path": str(tmp_path / "files")}))
     files.register_mem_host_pool_v2(pool, PoolName.KV)
     indices = pool.alloc(6 * PAGE)
     last = PoolTransfer(PoolName.MAMBA, keys=KEYS[:1], hit_policy=PoolHitPolicy.TRAILING_PAGES)
@@ -207,8 +199,5 @@ def test_eviction_and_a_killed_daemon_give_misses_and_no_wrong_byte(tmp_path, la
 
 
 def test_wrong_options_are_said_in_one_line(daemon):
-    pool = host_pool("page_first")
-    wrong = config(daemon, "page_first")
-    wrong.extra_config["kvcs.soket"] = "/s"
     with pytest.raises(ValueError, match=r"unknown option 'kvcs\.soket', expected one of kvcs\.socket"):
-        StorageBackendFactory.create_backend("dynamic", wrong, pool)
+        attach(daemon, host_pool("page_first"), "page_first", soket="/s")

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,12 +20,6 @@ pytestmark = pytest.mark.engines
 
 TOKENS = torch.randint(0, 256, (203,), generator=torch.Generator().manual_seed(1)).tolist()
 NEW = 12
-
-
-@pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[Daemon]:
-    with Daemon(tmp_path, 256 << 20) as made:
-        yield made
 
 
 def llama(dtype: Any = torch.float32, **changes: Any) -> Any:

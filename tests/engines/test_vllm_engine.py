@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import threading
 import uuid
@@ -94,10 +95,12 @@ def eventually(step: Any, seconds: float = 30.0) -> Any:
 
 
 class Tier:
-    def __init__(self, daemon: Daemon, spec: Any = None, **options: Any) -> None:
-        self.memory = np.frombuffer(bytearray(os.urandom(BLOCK * 16)), dtype=np.uint8).reshape(16, BLOCK)
+    def __init__(self, settings: dict[str, Any], spec: Any = None) -> None:
+        # Aligned, as direct I/O wants it and vLLM has it.
+        self.memory = np.frombuffer(mmap.mmap(-1, BLOCK * 16), dtype=np.uint8).reshape(16, BLOCK)
+        self.memory[:] = np.random.default_rng(1).integers(0, 256, self.memory.shape, dtype=np.uint8)
         self.tier = SecondaryTierFactory.create_secondary_tier(
-            tier_config(daemon, **options), memoryview(self.memory), spec or Spec(config())
+            settings, memoryview(self.memory), spec or Spec(config())
         )
         self._requests = 0
 
@@ -125,38 +128,34 @@ class Tier:
         return list(answer)
 
 
-def test_blocks_come_back_to_the_byte_and_a_killed_daemon_is_a_miss(tmp_path):
-    with Daemon(tmp_path, 64 << 20) as daemon:
-        made = Tier(daemon)
-        assert made.look(KEYS[:2]) == ["MISS", "MISS"]
-        done = made.run(made.tier.submit_store, KEYS[:4], [0, 1, 2, 3])
-        assert (done.success, done.transfer_bytes) == (True, 4 * BLOCK)
-        assert made.look(KEYS[:5]) == ["HIT"] * 4 + ["MISS"]
-        assert made.run(made.tier.submit_load, KEYS[:4], [11, 10, 9, 8]).success
-        assert np.array_equal(made.memory[[11, 10, 9, 8]], made.memory[:4])
-        done = made.run(made.tier.submit_load, [KEYS[0], KEYS[5], KEYS[2]], [4, 5, 6])
-        assert (done.success, done.successful_keys) == (False, (KEYS[0], KEYS[2]))
-        other = Tier(daemon, Spec(config(dtype="float16")))
-        assert other.look(KEYS[:2]) == ["MISS", "MISS"]
-        daemon.kill()
-        assert made.look(KEYS[:2]) == ["MISS", "MISS"]
-        assert not made.run(made.tier.submit_store, KEYS[5:], [5]).success
-        assert not made.run(made.tier.submit_load, KEYS[:2], [12, 13]).success
-        daemon.start()
-        assert made.look(KEYS) == ["HIT"] * 4 + ["MISS"] * 2
-        assert made.run(made.tier.submit_load, KEYS[:2], [12, 13]).success
-        assert np.array_equal(made.memory[[12, 13]], made.memory[:2])
-        for tier in (made.tier, other.tier):
-            tier.drain_jobs()
-            tier.shutdown()
+def test_blocks_come_back_to_the_byte_and_a_killed_daemon_is_a_miss(daemon):
+    made = Tier(tier_config(daemon))
+    assert made.look(KEYS[:2]) == ["MISS", "MISS"]
+    done = made.run(made.tier.submit_store, KEYS[:4], [0, 1, 2, 3])
+    assert (done.success, done.transfer_bytes) == (True, 4 * BLOCK)
+    assert made.look(KEYS[:5]) == ["HIT"] * 4 + ["MISS"]
+    assert made.run(made.tier.submit_load, KEYS[:4], [11, 10, 9, 8]).success
+    assert np.array_equal(made.memory[[11, 10, 9, 8]], made.memory[:4])
+    done = made.run(made.tier.submit_load, [KEYS[0], KEYS[5], KEYS[2]], [4, 5, 6])
+    assert (done.success, done.successful_keys) == (False, (KEYS[0], KEYS[2]))
+    other = Tier(tier_config(daemon), Spec(config(dtype="float16")))
+    assert other.look(KEYS[:2]) == ["MISS", "MISS"]
+    daemon.kill()
+    assert made.look(KEYS[:2]) == ["MISS", "MISS"]
+    assert not made.run(made.tier.submit_store, KEYS[5:], [5]).success
+    assert not made.run(made.tier.submit_load, KEYS[:2], [12, 13]).success
+    daemon.start()
+    assert made.look(KEYS) == ["HIT"] * 4 + ["MISS"] * 2
+    assert made.run(made.tier.submit_load, KEYS[:2], [12, 13]).success
+    assert np.array_equal(made.memory[[12, 13]], made.memory[:2])
+    for tier in (made.tier, other.tier):
+        tier.drain_jobs()
+        tier.shutdown()
 
 
-def test_wrong_options_are_said_in_one_line(tmp_path):
-    with (
-        Daemon(tmp_path, 64 << 20) as daemon,
-        pytest.raises(ValueError, match="unknown option 'root_dir', expected one of socket"),
-    ):
-        Tier(daemon, root_dir="/x")
+def test_wrong_options_are_said_in_one_line(daemon):
+    with pytest.raises(ValueError, match="unknown option 'root_dir', expected one of socket"):
+        Tier(tier_config(daemon, root_dir="/x"))
 
 
 # -- vLLM's tiering manager, with the tier below a small primary tier
@@ -210,8 +209,8 @@ def fetch(made: Any, request: Any, wanted: Any) -> Any:
     return content
 
 
-def test_blocks_that_left_the_primary_tier_come_back_from_the_store(tmp_path):
-    with Daemon(tmp_path, 64 << 20) as daemon, manager(daemon, blocks=8) as made:
+def test_blocks_that_left_the_primary_tier_come_back_from_the_store(daemon):
+    with manager(daemon, blocks=8) as made:
         request = ReqContext("a")
         made.on_new_request(request)
         for i in range(24):  # three times what the primary tier holds

@@ -804,6 +804,25 @@ def test_a_killed_daemon_leaves_a_mount_that_the_next_one_clears(own, tmp_path):
     assert str(store.path) not in Path("/proc/self/mounts").read_text()
 
 
+def test_what_is_known_of_directories_survives_a_crash_a_moment_later(own, tmp_path):
+    """An engine makes its directories once, when it starts: it can't store in one that is gone."""
+    (own.path / "engine" / "tmp").mkdir(parents=True)
+    (own.path / "gone").mkdir()
+    os.chmod(own.path / "engine", 0o2750)
+    (own.path / "v").write_bytes(b"value")
+    os.chmod(own.path / "v", 0o600)
+    os.rmdir(own.path / "gone")
+    (own.path / "old").mkdir()
+    os.rename(own.path / "old", own.path / "new")
+    time.sleep(1.5)
+    own.kill()
+    own.start()
+    assert sorted(os.listdir(own.path)) == ["engine", "new", "v"]
+    assert os.listdir(own.path / "engine") == ["tmp"]
+    assert stat.S_IMODE((own.path / "engine").stat().st_mode) == 0o2750
+    assert stat.S_IMODE((own.path / "v").stat().st_mode) == 0o600
+
+
 def test_other_mountpoints(tmp_path):
     with Mounted(tmp_path / "data", tmp_path / "mnt", mountpoints=2) as store:
         check_mountpoints(store)

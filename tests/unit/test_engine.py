@@ -657,6 +657,20 @@ async def test_after_an_unclean_stop_every_committed_value_is_there(tmp_path):
         assert proven.proven
 
 
+async def test_a_checkpoint_that_is_asked_for_comes_soon_and_not_all_the_time(tmp_path, monkeypatch):
+    monkeypatch.setattr("kvcsfs.engine.volumes.ASKED_SECONDS", 0.01)
+    monkeypatch.setattr("kvcsfs.engine.volumes.REST_SECONDS", 0.1)
+    snapshot, times = tmp_path / "data0" / "snapshot", set()
+    async with running(config(tmp_path)) as engine:
+        began = trio.current_time()
+        for _ in range(40):
+            engine.save_soon(0)
+            await trio.sleep(0.01)
+            if snapshot.exists():
+                times.add(snapshot.stat().st_mtime_ns)
+        assert 1 <= len(times) <= 1 + (trio.current_time() - began) / 0.1
+
+
 async def test_a_lower_capacity_evicts_the_oldest_at_the_start(tmp_path):
     async with running(config(tmp_path)) as engine:
         session = engine.session(0)
