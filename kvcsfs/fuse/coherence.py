@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import queue
 import threading
 from collections.abc import Collection
 
@@ -16,7 +15,6 @@ import pyfuse3
 import trio
 
 from kvcsfs.engine import keys
-from kvcsfs.fuse.inodes import Directory, File
 from kvcsfs.fuse.tree import Tree
 
 log = logging.getLogger(__name__)
@@ -33,7 +31,6 @@ class Coherence:
         self._keys: dict[Place, None] = {}
         self._directories: dict[Place, None] = {}
         self._wake = trio.Event()
-        self._entries: queue.SimpleQueue[tuple[int, bytes] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._tell_kernel, name="kvcsfs-invalidate", daemon=True)
         self._stopped = False
 
@@ -82,8 +79,7 @@ class Coherence:
                 entry = await self._tree.engine.find(index, key)
                 renamed = node.key != key  # while we waited for its lock
                 if self._tree.is_stale(node, entry) and not (node.gone or renamed):
-                    self._invalidate(node)
-                    inodes.detach(node, self._tree.recorded(node))
+                    inodes.lose(node, self._tree.recorded(node))
         node = inodes.files.get((index, key))
         entry = await self._tree.engine.find(index, key)
         if node is not None and (node.writer is not None or node.entry is entry):
@@ -96,17 +92,13 @@ class Coherence:
         there = await self._tree.is_directory(index, path)
         node = inodes.directories.get((index, path))
         if node is not None and not there:
-            self._invalidate(node)
+            inodes.outdate(node)
         beside = inodes.files.get((index, path[:-1]))
         if beside is not None and there != beside.name.startswith(b"%="):
-            self._invalidate(beside)
-
-    def _invalidate(self, node: Directory | File) -> None:
-        if node.parent is not None and node.lookups:
-            self._entries.put((node.parent.number, node.name))
+            inodes.outdate(beside)
 
     def _tell_kernel(self) -> None:
-        while (entry := self._entries.get()) is not None:
+        while (entry := self._tree.inodes.outdated.get()) is not None:
             if self._stopped:
                 continue
             number, name = entry
@@ -119,7 +111,7 @@ class Coherence:
     def stop(self) -> bool:
         """End the thread; blocks a moment. False if the kernel doesn't let it go: then the session must stay."""
         self._stopped = True
-        self._entries.put(None)
+        self._tree.inodes.outdated.put(None)
         if self._thread.is_alive():
             self._thread.join(JOIN_SECONDS)
         return not self._thread.is_alive()

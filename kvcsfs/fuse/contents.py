@@ -297,7 +297,7 @@ class Contents:
         if not node.gone:
             namespace = self._namespace(node.index)
             lost = namespace.forget(node.key) if namespace.is_file(node.key) else {}
-            self._inodes.detach(node, lost or namespace.attributes(node.key))
+            self._inodes.lose(node, lost or namespace.attributes(node.key))
 
     async def _delete(self, index: int, key: str) -> None:
         """Remove a key's value, if it has one. Raises what makes it fail."""

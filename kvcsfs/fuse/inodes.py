@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import queue
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
@@ -121,6 +122,8 @@ class Inodes:
         self._numbers: dict[int, Node] = {}
         self.files: dict[tuple[int, str], File] = {}
         self.directories: dict[tuple[int, str], Directory] = {}
+        # Directory and name of what the kernel knows wrongly; coherence.py tells it, None ends that.
+        self.outdated: queue.SimpleQueue[tuple[int, bytes] | None] = queue.SimpleQueue()
         self.root = self.directory(0, "", None, b"")
         self.root.lookups = 1  # the kernel's own, never forgotten while mounted
         self.link = Link(next(self._next), lookups=1)
@@ -158,6 +161,16 @@ class Inodes:
             node.path = path
             self.directories[node.index, path] = node
         node.parent, node.name = parent, name
+
+    def lose(self, node: File, kept: Attributes) -> None:
+        """A file has lost its name behind the kernel's back, which goes on answering for it until it is told."""
+        self.outdate(node)
+        self.detach(node, kept)
+
+    def outdate(self, node: Directory | File) -> None:
+        """What the kernel knows under the name of a node is wrong."""
+        if node.parent is not None and node.lookups:
+            self.outdated.put((node.parent.number, node.name))
 
     def detach(self, node: File, kept: Attributes) -> None:
         """A file has lost its name."""

@@ -124,7 +124,7 @@ class Tree:
         entry = await self.engine.find(parent.index, key)
         node = self.inodes.files.get((parent.index, key))
         if node is not None and not node.lock.locked() and self.is_stale(node, entry):
-            self.inodes.detach(node, self.recorded(node))
+            self.inodes.lose(node, self.recorded(node))
             self.inodes.drop_unused(node)
             node = None
         if node is None:
