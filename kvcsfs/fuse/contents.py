@@ -161,12 +161,14 @@ class Contents:
                 self._namespace(node.index).wrote(node.key)
         return len(data)
 
-    async def truncate(self, node: File, size: int) -> None:
-        """Set the size of a file; with no writer open, that is a change of its own."""
+    async def truncate(self, node: File, size: int, by_path: bool) -> None:
+        """Set the size of a file; with no writer open, that is a change of its own. ESTALE as in `open`."""
         if size > MAX_VALUE_BYTES:
             raise FUSEError(errno.EFBIG)
         async with node.lock:
-            if not node.opens and not node.gone:
+            if by_path and node.gone:
+                raise FUSEError(errno.ESTALE)
+            if not node.opens:
                 await self._hold(node)
             try:
                 if node.size != size or node.writer is None:

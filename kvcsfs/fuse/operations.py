@@ -146,8 +146,11 @@ class Operations(pyfuse3.Operations):
         """Set the size, or what the namespace records: owner, mode, times."""
         node = self._node(inode)
         self._need(ctx, node, write=True)
+        # By a path, as far as that can be told: fchmod and the like come without their handle.
+        if isinstance(node, File) and fh is None and (fields.update_size or not node.opens):
+            await self._need_current(node)
         if fields.update_size:
-            await self._contents.truncate(self._file(inode), attr.st_size)
+            await self._contents.truncate(self._file(inode), attr.st_size, by_path=fh is None)
         else:  # the times that come with a size are those of its writer
             self._record(node, changes(attr, fields, time.time_ns()))
         return self._attributes(node)
@@ -304,11 +307,15 @@ class Operations(pyfuse3.Operations):
         """Open a file; O_TRUNC comes here, O_DIRECT and the like stay with the kernel."""
         file = self._file(inode)
         self._need_for(ctx, file, flags)
-        if not file.lock.locked() and not file.gone:
+        await self._need_current(file)
+        return await self._opened(file, flags)
+
+    async def _need_current(self, file: File) -> None:
+        """Raise ESTALE, which makes the kernel look the path up again, if its key has another content now."""
+        if not file.lock.locked():
             entry = await self._tree.engine.find(file.index, file.key)
             if self._tree.is_stale(file, entry):
                 raise FUSEError(errno.ESTALE)
-        return await self._opened(file, flags)
 
     def _need_for(self, ctx: RequestContext, file: File, flags: int) -> None:
         if flags & os.O_ACCMODE != os.O_WRONLY:

@@ -1,6 +1,8 @@
-"""What the kernel is told, against a store that runs and a kernel that isn't there."""
+"""Files that lost their names behind the kernel's back, with a store that runs and a kernel that isn't there."""
 
+import errno
 import queue
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,8 +14,9 @@ from kvcsfs.errors import BackingError
 from kvcsfs.fuse.coherence import Coherence
 from kvcsfs.fuse.contents import Contents
 from kvcsfs.fuse.inodes import File, Inodes
+from kvcsfs.fuse.operations import Operations
 from kvcsfs.fuse.tree import Tree
-from tests.stores import config, put, running
+from tests.stores import config, get, put, running
 
 
 class Face:
@@ -23,6 +26,7 @@ class Face:
         self.engine, self.session = engine, engine.session(0)
         self.tree = Tree(engine, Inodes())
         self.contents = Contents(engine, self.tree.inodes, self.tree.namespace)
+        self.operations = Operations(self.tree, self.contents)
         self.coherence = Coherence(self.tree)
         self.told: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         monkeypatch.setattr(pyfuse3, "invalidate_entry", lambda _, name: self.told.put(name))
@@ -38,6 +42,15 @@ class Face:
     async def next(self) -> bytes:
         """What the kernel is told next."""
         return await trio.to_thread.run_sync(self.told.get, True, 10)
+
+    async def is_stale_for(self, node: File, what: str, value: int) -> None:
+        """Setting an attribute makes the kernel look the path up again."""
+        names = ("size", "mode", "uid", "gid", "atime", "mtime")
+        fields = SimpleNamespace(**{f"update_{name}": name == what for name in names})
+        attributes = SimpleNamespace(**{f"st_{what}": value})
+        with pytest.raises(pyfuse3.FUSEError) as failed:
+            await self.operations.setattr(node.number, attributes, fields, None, None)
+        assert failed.value.errno == errno.ESTALE
 
     async def close(self, nursery) -> None:
         """Stop; the kernel is told nothing more."""
@@ -79,4 +92,30 @@ async def test_a_file_that_could_not_be_stored(tmp_path, monkeypatch):
             await face.contents.sync(node)
         assert await face.next() == b"file"
         await face.contents.release(handle)
+        await face.close(nursery)
+
+
+@pytest.mark.parametrize("how", ["replaced", "evicted"])
+@pytest.mark.parametrize("looked", [False, True])
+@pytest.mark.parametrize("read", [False, True])
+async def test_changes_by_a_path_of_which_the_kernel_has_not_heard(tmp_path, monkeypatch, how, looked, read):
+    async with running(config(tmp_path)) as engine, trio.open_nursery() as nursery:
+        face = Face(engine, monkeypatch)
+        await put(engine, face.session, "value", b"v" * 5000)
+        node = await face.known(b"value")
+        handle = await face.contents.open(node, writable=False, truncate=False) if read else None
+        if how == "replaced":
+            await put(engine, face.session, "value", b"w" * 6000)
+        else:
+            await engine.delete_many(0, ["value"])
+        if looked:
+            await face.tree.lookup(face.tree.inodes.root, b"value")
+        await face.is_stale_for(node, "size", 0)
+        await face.is_stale_for(node, "size", 100)
+        if handle is None:
+            await face.is_stale_for(node, "mode", 0o600)
+        else:
+            assert bytes(await face.contents.read(node, 0, 10)) == b"v" * 10
+            await face.contents.release(handle)
+        assert await get(engine, face.session, "value") == (b"w" * 6000 if how == "replaced" else None)
         await face.close(nursery)
