@@ -80,6 +80,7 @@ class Coherence:
                 renamed = node.key != key  # while we waited for its lock
                 if self._tree.is_stale(node, entry) and not (node.gone or renamed):
                     inodes.lose(node, self._tree.recorded(node))
+            inodes.drop_unused(node)  # who had the lock could not, as we waited for it
         node = inodes.files.get((index, key))
         entry = await self._tree.engine.find(index, key)
         if node is not None and (node.writer is not None or node.entry is entry):

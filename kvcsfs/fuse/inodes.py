@@ -211,5 +211,7 @@ class Inodes:
             assert number == node.number
             if isinstance(node, File):
                 assert (self.files.get((node.index, node.key)) is node) != node.gone
+                held = node.lookups or node.opens or node.writer is not None or node.lock.locked()
+                assert held or not node.gone, f"nobody knows {node.key!r}"
         assert all(self._numbers.get(n.number) is n for n in self.files.values())
         assert all(self._numbers.get(n.number) is n for n in self.directories.values())

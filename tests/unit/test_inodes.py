@@ -47,6 +47,7 @@ def test_moving_takes_the_place_of_another():
     node, other = inodes.file(0, "a", None), inodes.file(0, "b", None)
     inodes.move(node, "b", inodes.root, b"b")
     assert other.gone
+    inodes.drop_unused(other)
     assert (node.key, node.name, node.parent) == ("b", b"b", inodes.root)
     assert inodes.files == {(0, "b"): node}
     directory = inodes.directory(0, "d/", inodes.root, b"d")

@@ -9,6 +9,7 @@ import pytest
 pyfuse3 = pytest.importorskip("pyfuse3", exc_type=ImportError)
 
 import trio
+import trio.testing
 
 from kvcsfs.errors import BackingError
 from kvcsfs.fuse.coherence import Coherence
@@ -92,6 +93,21 @@ async def test_a_file_that_could_not_be_stored(tmp_path, monkeypatch):
             await face.contents.sync(node)
         assert await face.next() == b"file"
         await face.contents.release(handle)
+        await face.close(nursery)
+
+
+async def test_a_file_that_the_kernel_forgets_while_we_wait_for_its_lock(tmp_path, monkeypatch):
+    async with running(config(tmp_path)) as engine, trio.open_nursery() as nursery:
+        face = Face(engine, monkeypatch)
+        nursery.start_soon(face.coherence.run)
+        await put(engine, face.session, "value", b"v" * 5000)
+        node = await face.known(b"value")
+        async with node.lock:
+            await put(engine, face.session, "value", b"w" * 6000)
+            await trio.testing.wait_all_tasks_blocked()
+            face.tree.inodes.forget([(node.number, 1)])
+        await trio.testing.wait_all_tasks_blocked()
+        assert face.tree.inodes.get(node.number) is None
         await face.close(nursery)
 
 
