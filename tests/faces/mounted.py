@@ -11,6 +11,7 @@ import logging
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Self
@@ -113,6 +114,15 @@ class Mounted:
         """End it as kill -9 does."""
         self.process.kill()
         self.process.communicate()
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    """Invalidation and release are asynchronous, and ours to wait for; nothing tells when the kernel has done it."""
+    for _ in range(500):
+        if condition():
+            return
+        time.sleep(0.01)
+    raise AssertionError("never came true")
 
 
 counts: collections.Counter[str] = collections.Counter()

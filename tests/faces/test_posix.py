@@ -2,22 +2,18 @@
 
 import ctypes
 import errno
-import hashlib
 import mmap
-import multiprocessing
 import os
-import random
 import shutil
 import stat
 import subprocess
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.faces.mounted import Mounted
+from tests.faces.mounted import Mounted, eventually
 
 pytestmark = [
     pytest.mark.mount,
@@ -58,15 +54,6 @@ def key(path: Path, store: Mounted) -> str:
 
 def fails(code: int):
     return pytest.raises(OSError, check=lambda exc: exc.errno == code)
-
-
-def eventually(condition) -> None:
-    """Invalidation is asynchronous, and ours to wait for; nothing tells when the kernel has done it."""
-    for _ in range(200):
-        if condition():
-            return
-        time.sleep(0.01)
-    pytest.fail("never came true")
 
 
 # -- values and files
@@ -688,54 +675,6 @@ def test_a_dead_writer_leaves_what_it_wrote_under_its_temporary_name(store, fold
     assert store.get(key(folder / "dead.tmp", store)) is None
     store.evict("")
     eventually(lambda: os.listdir(folder) == [])
-
-
-# -- many at once
-
-
-def worker(path: Path, seed: int, seconds: float) -> None:
-    """Write pages as engines do, and read those of all others: each must be whole, or not there."""
-    rng = random.Random(seed)
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        name = f"d{rng.randrange(4)}/p{rng.randrange(40)}"
-        try:
-            if rng.random() < 0.4:
-                body = rng.randbytes(rng.choice([10, 5000, 300_000, 1_500_000]))
-                temporary = path / f"{name}.{os.getpid()}.tmp"
-                temporary.parent.mkdir(exist_ok=True)
-                temporary.write_bytes(hashlib.sha256(body).digest() + body)
-                os.rename(temporary, path / name)
-            elif rng.random() < 0.1:
-                os.unlink(path / name)
-            else:
-                data = (path / name).read_bytes()
-                assert hashlib.sha256(data[32:]).digest() == data[:32], name
-        except OSError as exc:
-            if exc.errno not in (errno.ENOENT, errno.ENOSPC):
-                raise
-
-
-def test_many_processes_while_values_are_evicted(tmp_path):
-    with Mounted(tmp_path / "data", tmp_path / "mnt", capacity=16 * MIB) as store:
-        context = multiprocessing.get_context("fork")
-        seconds = float(os.environ.get("STRESS_SECONDS", "3"))
-        workers = [context.Process(target=worker, args=(store.path, i, seconds)) for i in range(6)]
-        for process in workers:
-            process.start()
-        while any(process.is_alive() for process in workers):
-            store.put(f"d{os.getpid() % 4}/put", b"x" * 100_000)
-            store.evict("d1/")
-            time.sleep(0.05)
-        for process in workers:
-            process.join()
-        assert [process.exitcode for process in workers] == [0] * len(workers)
-        status = store.call("status")["mountpoints"][0]
-        assert status["evictions"] > 0
-        assert status["used_bytes"] <= 16 * MIB
-        assert status["reserved_bytes"] == 0
-        store.call("check")
-        assert store.stop() == ""
 
 
 # -- robustness

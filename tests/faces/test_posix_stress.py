@@ -17,10 +17,11 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.faces.mounted import Mounted
+from tests.faces.mounted import Mounted, eventually
 from tests.stores import bytes_on_disk
 
 pytestmark = [
@@ -151,15 +152,6 @@ def listed(folder: Path) -> set[Path]:
     return {Path(root) / name for root, _, names in os.walk(folder) for name in names}
 
 
-def eventually(condition: Callable[[], bool]) -> None:
-    """Invalidation and release are asynchronous."""
-    for _ in range(500):
-        if condition():
-            return
-        time.sleep(0.01)
-    pytest.fail("never came true")
-
-
 def test_everything_at_once(tmp_path):
     content = make_tarball(tmp_path / "tarball")
     with Mounted(tmp_path / "data", tmp_path / "mnt", capacity=CAPACITY) as store:
@@ -180,13 +172,17 @@ def test_everything_at_once(tmp_path):
             store.call("check")
             store.put("pages/put", b"x" * 100_000)
             store.put("tree/d0/f0", b"x" * 5000)
+            store.evict("tree/d0/")
             time.sleep(0.1)
         for worker in workers:
             worker.join()
         assert [worker.exitcode for worker in workers] == [0] * len(workers)
         # The kernel answers stat by what it remembers, and listings by what the daemon says.
         eventually(lambda: {path for path in places(tree)[1] if path.exists()} == listed(tree))
-        figures = lambda: store.call("status")["mountpoints"][0]  # noqa: E731
+
+        def figures() -> Any:
+            return store.call("status")["mountpoints"][0]
+
         eventually(lambda: figures()["reserved_bytes"] == figures()["retired_bytes"] == 0)
         assert figures()["used_bytes"] == bytes_on_disk(tmp_path / "data" / "0") <= CAPACITY
         assert figures()["evictions"] > 100

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-pyfuse3 = pytest.importorskip("pyfuse3", exc_type=ImportError)
+pytest.importorskip("pyfuse3", exc_type=ImportError)
 
+import pyfuse3
 import trio
 import trio.testing
 
