@@ -15,6 +15,7 @@ import pyfuse3
 import trio
 
 from kvcsfs.engine import keys
+from kvcsfs.fuse.inodes import File
 from kvcsfs.fuse.tree import Tree
 
 log = logging.getLogger(__name__)
@@ -28,7 +29,7 @@ class Coherence:
 
     def __init__(self, tree: Tree) -> None:
         self._tree = tree
-        self._keys: dict[Place, None] = {}
+        self._keys: dict[Place, File | None] = {}  # with the node that had the key when it changed
         self._directories: dict[Place, None] = {}
         self._wake = trio.Event()
         self._thread = threading.Thread(target=self._tell_kernel, name="kvcsfs-invalidate", daemon=True)
@@ -38,8 +39,9 @@ class Coherence:
         """Note keys whose value came, went or changed, as far as the mount knows anything of them."""
         inodes, namespace = self._tree.inodes, self._tree.peek(index)
         for key in names:
-            if (index, key) in inodes.files or namespace.knows(key):
-                self._keys[index, key] = None
+            node = inodes.files.get((index, key))
+            if node is not None or namespace.knows(key):
+                self._keys[index, key] = node or self._keys.get((index, key))
         for nearest in {keys.directory(key) for key in names}:
             for path in (nearest, *keys.parents(nearest[:-1])):
                 if path and ((index, path) in inodes.directories or (index, path[:-1]) in inodes.files):
@@ -58,8 +60,8 @@ class Coherence:
             self._wake = trio.Event()
             changed, self._keys = self._keys, {}
             around, self._directories = self._directories, {}
-            for index, key in changed:
-                await self._check_key(index, key)
+            for (index, key), node in changed.items():
+                await self._check_key(index, key, node)
             for index, path in around:
                 await self._check_directory(index, path)
 
@@ -71,17 +73,16 @@ class Coherence:
             if (entry is None) != namespace.is_file(key):
                 namespace.forget(key)
 
-    async def _check_key(self, index: int, key: str) -> None:
+    async def _check_key(self, index: int, key: str, node: File | None) -> None:
+        """Look after a key that changed, and after `node`, which may have lost it since, or the kernel's interest."""
         inodes, namespace = self._tree.inodes, self._tree.peek(index)
-        node = inodes.files.get((index, key))
         if node is not None:
             async with node.lock:
                 entry = await self._tree.engine.find(index, key)
-                renamed = node.key != key  # while we waited for its lock
-                if self._tree.is_stale(node, entry) and not (node.gone or renamed):
+                if inodes.files.get((index, key)) is node and self._tree.is_stale(node, entry):
                     inodes.lose(node, self._tree.recorded(node))
             inodes.drop_unused(node)  # who had the lock could not, as we waited for it
-        node = inodes.files.get((index, key))
+        node = inodes.files.get((index, key), node)
         entry = await self._tree.engine.find(index, key)
         if node is not None and (node.writer is not None or node.entry is entry):
             return

@@ -188,7 +188,7 @@ class Inodes:
 
     def drop_unused(self, node: Node) -> None:
         """Forget a node that neither the kernel nor a handle knows."""
-        if node.lookups or isinstance(node, Link):
+        if node.lookups or isinstance(node, Link) or node.number not in self._numbers:
             return
         if isinstance(node, Directory):
             if self.directories.get((node.index, node.path)) is node:  # else another took its place

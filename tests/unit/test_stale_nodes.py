@@ -112,6 +112,34 @@ async def test_a_file_that_the_kernel_forgets_while_we_wait_for_its_lock(tmp_pat
         await face.close(nursery)
 
 
+@pytest.mark.parametrize("behind", [False, True])
+async def test_a_file_keeps_its_mode_when_the_kernel_forgets_it(tmp_path, monkeypatch, behind):
+    async with running(config(tmp_path)) as engine, trio.open_nursery() as nursery:
+        face = Face(engine, monkeypatch)
+        nursery.start_soon(face.coherence.run)
+        for name in ("busy", "value"):
+            await put(engine, face.session, name, b"v" * 5000)
+        busy, node = await face.known(b"busy"), await face.known(b"value")
+        async with busy.lock:
+            if behind:  # the task waits for another file's lock meanwhile
+                await put(engine, face.session, "busy", b"w" * 5000)
+            await trio.testing.wait_all_tasks_blocked()
+            handle = await face.contents.open(node, writable=True, truncate=True)
+            await face.contents.write(handle, 0, b"w" * 6000)
+            face.tree.namespace(0).set_file("value", {"mode": 0o600})
+            await face.contents.release(handle)
+            face.tree.inodes.forget([(node.number, 1)])
+        await trio.testing.wait_all_tasks_blocked()
+        assert face.tree.inodes.get(node.number) is None
+        assert face.tree.namespace(0).attributes("value") == {"mode": 0o600}
+        await put(engine, face.session, "value", b"x" * 5000)
+        await trio.testing.wait_all_tasks_blocked()
+        assert face.tree.namespace(0).attributes("value") == {}
+        if behind:
+            assert await face.next() == b"busy"
+        await face.close(nursery)
+
+
 @pytest.mark.parametrize("how", ["replaced", "evicted"])
 @pytest.mark.parametrize("looked", [False, True])
 @pytest.mark.parametrize("read", [False, True])
