@@ -69,9 +69,8 @@ async def test_a_value_that_a_listing_found_gone_first(tmp_path, monkeypatch):
         await put(engine, face.session, "value", b"v" * 5000)
         await face.known(b"value")
         await engine.evict(0, "", 0)
-        assert (
-            await face.tree.lookup(face.tree.inodes.root, b"value") is None
-        )  # for readdir, which says nothing
+        # For readdir, which tells the kernel nothing of it.
+        assert await face.tree.lookup(face.tree.inodes.root, b"value") is None
         nursery.start_soon(face.coherence.run)
         assert await face.next() == b"value"
         await face.close(nursery)
