@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.skipif(not os.access("/dev/fuse", os.R_OK | os.W_OK), reason="no access to /dev/fuse"),
 ]
 SECONDS = float(os.environ.get("KVCSFS_STRESS_SECONDS", "8"))
-CAPACITY = 16 << 20
+CAPACITY = 24 << 20
 THREADS = 4
 EXPLAINED = {
     errno.ENOENT,
