@@ -558,6 +558,42 @@ async def test_a_stop_answers_what_was_asked(tmp_path):
         assert not settings.socket.exists()
 
 
+async def test_a_stop_lets_every_answer_that_was_begun_go_out_whole(tmp_path):
+    """Those that the reading task sends itself, too; and a client that reads nothing keeps no other from its own."""
+    settings = config(tmp_path, 64 << 20)
+    names = [f"k{i}" for i in range(300)]  # more descriptors than may be in flight
+
+    def script() -> None:
+        with RawClient(tmp_path / "sock") as deaf, RawClient(tmp_path / "sock") as client:
+            for part in (names[:150], names[150:]):
+                for name in part:
+                    assert client.put(name, b"x") == 0
+            for _, fds in (client.open(names) for _ in range(2)):  # the second finds every descriptor open
+                for fd in (fd for part in fds for fd in part):
+                    os.close(fd)
+            for asking in (deaf, client):
+                asking.send(wire.Open(99, 0, names))
+            trio.from_thread.run(stop)
+            replies, fds = client._frames(wire.OpenReply)
+            assert [len(part) for part in fds] == [64, 64, 64, 64, 44]
+            assert not replies[-1].more
+            for fd in (fd for part in fds for fd in part):
+                os.close(fd)
+            with pytest.raises(EOFError):
+                client.receive()
+
+    async def stop() -> None:
+        while engine.status()["leases"] < 4:
+            await trio.sleep(0.001)
+        face.stop()
+        await trio.sleep(0.1)
+
+    async with running(settings) as engine, trio.open_nursery() as nursery:
+        face = BatchFace(engine, settings.socket)
+        nursery.start_soon(face.serve)
+        await trio.to_thread.run_sync(script)
+
+
 # -- the socket file
 
 
