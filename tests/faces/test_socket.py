@@ -21,6 +21,7 @@ import trio.testing
 from kvcsfs import wire
 from kvcsfs.batch.face import BatchFace, listen
 from kvcsfs.batch.requests import TTL_GRACE_SECONDS
+from kvcsfs.batch.sender import Sender
 from kvcsfs.engine import jobs
 from kvcsfs.engine.engine import Engine
 from kvcsfs.engine.store import SlotStore
@@ -512,6 +513,28 @@ async def test_who_misses_a_key_that_leaves_waits_and_holds_up_no_other_request(
             nursery.start_soon(engine.evict, 0, "k", 0)
             await recycling.reached.wait()
             await with_client(tmp_path, asking)
+
+
+async def test_a_client_that_leaves_descriptors_unread_is_seldom_looked_at(monkeypatch, autojump_clock):
+    looks, look = 0, fcntl.ioctl
+
+    def counted(*args: object) -> object:
+        nonlocal looks
+        looks += 1
+        return look(*args)
+
+    monkeypatch.setattr("kvcsfs.batch.sender.fcntl.ioctl", counted)
+    near, far = socket.socketpair()
+    with near, far:
+        near.setblocking(False)
+        sender = Sender(near)
+        fds = [far.fileno()] * 200
+        await sender.send(wire.StatusReply(1, {}), fds)
+        began = trio.current_time()
+        with trio.move_on_after(60):
+            await sender.send(wire.StatusReply(2, {}), fds)
+        assert trio.current_time() - began == 60
+        assert looks < 1000
 
 
 async def test_a_reservation_outlives_its_deadline_by_the_grace(tmp_path):
