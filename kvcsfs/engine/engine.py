@@ -165,7 +165,7 @@ class Engine:
         if self.config.backend != "direct" and not 0 <= index < len(self.volumes):
             return None
         volume = self.volumes.at(index)
-        if not volume.calm or volume.lane.hung:
+        if not volume.calm or volume.lane.stuck:
             return None
         entries = volume.lookup(names, False)
         hits = [e for e in entries if e is not None]
