@@ -263,6 +263,37 @@ async def test_a_reserve_of_300_keys_is_two_frames(tmp_path):
         await nothing_held(engine)
 
 
+async def test_the_first_keys_of_a_long_reserve_can_be_committed_before_the_rest_is_sent(
+    tmp_path, monkeypatch
+):
+    names, taken = [f"k{i}" for i in range(300)], Sender._descriptors_taken
+
+    async def late(self: Sender, count: int) -> None:
+        if count == 47:
+            await trio.sleep(0.3)
+        await taken(self, count)
+
+    def script(client: RawClient) -> None:
+        client.send(wire.Reserve(5, 0, names, [5] * 300))
+        first, fds = client.receive()
+        assert isinstance(first, wire.ReserveReply)
+        assert first.more
+        for fd in fds:
+            os.pwrite(fd, b"value", 0)
+            os.close(fd)
+        client.send(wire.Commit(6, first.tokens, checksum(b"value") * len(fds)))
+        (rest, fds), (committed, _) = client.receive(), client.receive()
+        assert isinstance(rest, wire.ReserveReply)
+        assert committed == wire.CommitReply(6, [0] * len(first.tokens))
+        for fd in fds:
+            os.close(fd)
+
+    monkeypatch.setattr(Sender, "_descriptors_taken", late)
+    async with serving(tmp_path) as engine:
+        await with_client(tmp_path, script)
+        await nothing_held(engine)
+
+
 async def test_opening_and_reserving_nothing(tmp_path):
     def script(client: RawClient) -> None:
         assert client.open([]) == ([wire.OpenReply(2, 0, 0, [], b"", b"", False)], [[]])
