@@ -42,6 +42,7 @@ class Connection:
         self._requests = Requests(engine, self._session, Rights(engine.access, uid, gids), self._sender)
         self._free_places = trio.Semaphore(MAX_REQUESTS, max_value=MAX_REQUESTS)
         self._scope = trio.CancelScope()
+        self._answering = self._draining = False
 
     # -- life
 
@@ -51,7 +52,7 @@ class Connection:
             async with trio.open_nursery() as nursery:
                 with self._scope:
                     await self._read(nursery)
-                if not self._scope.cancelled_caught:  # the client is gone: nobody waits for the answers
+                if not self._draining:  # the client is gone: nobody waits for the answers
                     nursery.cancel_scope.cancel()
         except* (ConnectionError, BrokenPipeError):
             pass
@@ -61,6 +62,9 @@ class Connection:
 
     async def drain(self) -> None:
         """Read no more; return when what was read is answered."""
+        self._draining = True
+        while self._answering:  # to be cancelled then would tear its frame
+            await trio.sleep(0.005)
         self._scope.cancel()
         while self._free_places.value < MAX_REQUESTS:
             await trio.sleep(0.005)
@@ -69,7 +73,8 @@ class Connection:
         frames = wire.FrameBuffer(HELLO_BYTES)
         greeted = False
         try:
-            while data := await self._receive(greeted, frames.is_partial):
+            while not self._draining and (data := await self._receive(greeted, frames.is_partial)):
+                self._answering = True
                 for i, payload in enumerate(frames.feed(data)):
                     if i:  # others have their turn, and requests begin in the order in which they came
                         await trio.lowlevel.checkpoint()
@@ -84,9 +89,12 @@ class Connection:
                         frames.limit = wire.MAX_FRAME_BYTES
                         continue
                     await self._dispatch(request, nursery)
+                self._answering = False
         except ProtocolError as exc:
             with contextlib.suppress(OSError), trio.move_on_after(1):
                 await self._sender.send(wire.Failure(0, exc.errno, str(exc)))
+        finally:
+            self._answering = False
 
     async def _receive(self, greeted: bool, partial: bool) -> bytes:
         """What has come, at least one byte; empty when the client is gone.

@@ -53,8 +53,9 @@ class BatchFace:
                 accepting.cancel_scope.cancel()
             self._close_listener()
             with trio.move_on_after(STOP_SECONDS):
-                for connection in list(self._connections):
-                    await connection.drain()
+                async with trio.open_nursery() as draining:  # who reads no answers must not delay the others
+                    for connection in self._connections:
+                        draining.start_soon(connection.drain)
             connections.cancel_scope.cancel()
 
     def stop(self) -> None:

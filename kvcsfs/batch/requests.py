@@ -30,7 +30,7 @@ class Requests:
         self._session = session
         self._rights = rights
         self._sender = sender
-        self._closing: set[trio.Event] = set()
+        self._unclosed: dict[int, trio.Event] = {}  # tokens whose descriptors we have open, too
 
     # -- gets
 
@@ -121,14 +121,15 @@ class Requests:
             results = await self._engine.reserve_many(
                 session, request.mountpoint, request.keys, request.sizes, request.if_exists, ttl
             )
-        fds = [r.fd for r in results if isinstance(r, Staged)]
+        staged = [r for r in results if isinstance(r, Staged)]
+        fds, closed = [s.fd for s in staged], trio.Event()
+        self._unclosed.update((s.token, closed) for s in staged)
         try:
             await self._send_reserved(request.id, results, fds)
         finally:
-            closed = trio.Event()
-            self._closing.add(closed)
             await self._engine.close_fds(request.mountpoint, fds)
-            self._closing.remove(closed)
+            for s in staged:
+                del self._unclosed[s.token]
             closed.set()
 
     async def _send_reserved(
@@ -150,8 +151,9 @@ class Requests:
                 "commit: expected 16 bytes of checksum a token, and if_exists as documented"
             )
         checksums = [sums[i : i + size] for i in range(0, len(sums), size)]
-        for closed in list(self._closing):  # our own copies of the descriptors must be closed first
-            await closed.wait()
+        for token in request.tokens:  # our own copies of the descriptors must be closed first
+            if (closed := self._unclosed.get(token)) is not None:
+                await closed.wait()
         if self._rights.restricted:
             await self._revoke(request.tokens)
         results = await self._engine.commit_many(self._session, request.tokens, checksums, request.if_exists)

@@ -61,9 +61,11 @@ class Sender:
 
     async def _descriptors_taken(self, count: int) -> None:
         """Wait until the client has read so much that `count` more descriptors may be in flight."""
+        pause = 0.0005
         while self._in_flight and self._in_flight + count > FDS_IN_FLIGHT:
             unread = fcntl.ioctl(self._socket, _SIOCOUTQ, b"\0\0\0\0")
             if unread == b"\0\0\0\0":
                 self._in_flight = 0
                 return
-            await trio.sleep(0.0005)
+            await trio.sleep(pause)
+            pause = min(1.1 * pause, 0.1)  # a client that never reads is looked at ever less

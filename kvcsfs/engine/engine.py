@@ -165,7 +165,7 @@ class Engine:
         if self.config.backend != "direct" and not 0 <= index < len(self.volumes):
             return None
         volume = self.volumes.at(index)
-        if not volume.calm or volume.lane.hung:
+        if not volume.calm or volume.lane.stuck:
             return None
         entries = volume.lookup(names, False)
         hits = [e for e in entries if e is not None]
@@ -458,11 +458,17 @@ class Engine:
 
     async def usage(self, index: int, prefix: str) -> tuple[int, int, int]:
         """Entries, value bytes and charged bytes of the keys that start with `prefix`. O(1) for a directory."""
-        return self.volumes.at(index).catalog.index.usage(prefix)
+        volume = self.volumes.at(index)
+        usage = volume.catalog.index.usage(prefix)
+        await volume.departed(prefix)
+        return usage
 
     async def page(self, index: int, prefix: str, after: str, limit: int) -> list[Entry]:
         """Entries by key: at most `limit` that start with `prefix` and follow `after`. Renews nothing."""
-        return self.volumes.at(index).catalog.index.page(prefix, after, limit)
+        volume = self.volumes.at(index)
+        page = volume.catalog.index.page(prefix, after, limit)
+        await volume.departed(prefix)
+        return page
 
     async def children(self, index: int, directory: str, after: str | None, limit: int) -> list[str]:
         """Names directly in a directory ("" or ending with "/"), see `Index.children`. Renews nothing."""
@@ -486,13 +492,14 @@ class Engine:
             charged += sum(e.charged for e in page)
             count += len(page)
             await self.delete_many(index, [e.key for e in page], True)
-        await self.volumes.at(index).departed(prefix)
         return count, charged
 
     async def verify_many(self, index: int, names: Sequence[str]) -> list[int]:
         """Read values and drop what is wrong; sizes, 0 for absent or dropped."""
         volume = self.volumes.at(index)
-        return await volume.lane.step(volume.verifier.verify, names)
+        sizes = await volume.lane.step(volume.verifier.verify, names)
+        await volume.find(names, True)  # what is absent may be leaving
+        return sizes
 
     async def verify_after(self, index: int, after: str, limit_bytes: int) -> Verified:
         """Read the values of the keys that follow `after`, about `limit_bytes` of them, and drop what is wrong."""

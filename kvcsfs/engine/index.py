@@ -112,10 +112,13 @@ class Index:
                 empty = empty.parent  # noqa: PLW2901 a walk up to the first that isn't empty
 
     def _directory(self, path: str) -> Directory:
-        """A new directory, below the one that is there or is made too."""
-        above = directory(path[:-1])
-        parent = self._directories.get(above) or self._directory(above)
-        node = self._directories[path] = Directory(path, parent)
+        """The counters of a directory, made with those above that are missing: a key may have 1,024 of them."""
+        missing: list[str] = []
+        while (node := self._directories.get(path)) is None:
+            missing.append(path)
+            path = directory(path[:-1])
+        for below in reversed(missing):
+            node = self._directories[below] = Directory(below, node)
         return node
 
     def usage(self, prefix: str) -> tuple[int, int, int]:

@@ -171,9 +171,14 @@ class Lane:
 
     # -- the breaker
 
+    @property
+    def stuck(self) -> bool:
+        """Whether nothing can be begun: it hangs, or all threads are taken by work that is late."""
+        return self.hung or (not self._limiter.available_tokens and self._out_is_late())
+
     def check(self) -> None:
-        """Raise BackingError when nothing can be begun: it hangs, or all threads are taken by work that is late."""
-        if self.hung or (not self._limiter.available_tokens and self._out_is_late()):
+        """Raise BackingError when nothing can be begun."""
+        if self.stuck:
             raise self._no_answer()
 
     def _no_answer(self) -> BackingError:

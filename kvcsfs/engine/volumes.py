@@ -130,9 +130,10 @@ class Volumes:
             began = trio.current_time()
             try:
                 await volume.upkeep.checkpoint()
+                rest = max(REST_SECONDS, 20 * (trio.current_time() - began))
             except OSError as exc:
                 log.warning("%s: no checkpoint: %s", volume.config.path, exc.strerror)
-            rest = max(REST_SECONDS, 20 * (trio.current_time() - began))
+                rest = CHECKPOINT_SECONDS
             if began - frozen >= CHECKPOINT_SECONDS:
                 gc.freeze()  # what was added meanwhile
                 frozen = began

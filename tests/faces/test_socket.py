@@ -21,6 +21,7 @@ import trio.testing
 from kvcsfs import wire
 from kvcsfs.batch.face import BatchFace, listen
 from kvcsfs.batch.requests import TTL_GRACE_SECONDS
+from kvcsfs.batch.sender import Sender
 from kvcsfs.engine import jobs
 from kvcsfs.engine.engine import Engine
 from kvcsfs.engine.store import SlotStore
@@ -257,6 +258,37 @@ async def test_a_reserve_of_300_keys_is_two_frames(tmp_path):
         for name in ("m/001", "m/253", "m/254", "m/299"):
             assert client.get(name) == contents[name]
 
+    async with serving(tmp_path) as engine:
+        await with_client(tmp_path, script)
+        await nothing_held(engine)
+
+
+async def test_the_first_keys_of_a_long_reserve_can_be_committed_before_the_rest_is_sent(
+    tmp_path, monkeypatch
+):
+    names, taken = [f"k{i}" for i in range(300)], Sender._descriptors_taken
+
+    async def late(self: Sender, count: int) -> None:
+        if count == 47:
+            await trio.sleep(0.3)
+        await taken(self, count)
+
+    def script(client: RawClient) -> None:
+        client.send(wire.Reserve(5, 0, names, [5] * 300))
+        first, fds = client.receive()
+        assert isinstance(first, wire.ReserveReply)
+        assert first.more
+        for fd in fds:
+            os.pwrite(fd, b"value", 0)
+            os.close(fd)
+        client.send(wire.Commit(6, first.tokens, checksum(b"value") * len(fds)))
+        (rest, fds), (committed, _) = client.receive(), client.receive()
+        assert isinstance(rest, wire.ReserveReply)
+        assert committed == wire.CommitReply(6, [0] * len(first.tokens))
+        for fd in fds:
+            os.close(fd)
+
+    monkeypatch.setattr(Sender, "_descriptors_taken", late)
     async with serving(tmp_path) as engine:
         await with_client(tmp_path, script)
         await nothing_held(engine)
@@ -514,6 +546,28 @@ async def test_who_misses_a_key_that_leaves_waits_and_holds_up_no_other_request(
             await with_client(tmp_path, asking)
 
 
+async def test_a_client_that_leaves_descriptors_unread_is_seldom_looked_at(monkeypatch, autojump_clock):
+    looks, look = 0, fcntl.ioctl
+
+    def counted(*args: object) -> object:
+        nonlocal looks
+        looks += 1
+        return look(*args)
+
+    monkeypatch.setattr("kvcsfs.batch.sender.fcntl.ioctl", counted)
+    near, far = socket.socketpair()
+    with near, far:
+        near.setblocking(False)
+        sender = Sender(near)
+        fds = [far.fileno()] * 200
+        await sender.send(wire.StatusReply(1, {}), fds)
+        began = trio.current_time()
+        with trio.move_on_after(60):
+            await sender.send(wire.StatusReply(2, {}), fds)
+        assert trio.current_time() - began == 60
+        assert looks < 1000
+
+
 async def test_a_reservation_outlives_its_deadline_by_the_grace(tmp_path):
     def script(client: RawClient) -> None:
         _, (fds,) = client.reserve(["k"], [5000], ttl=10.0)
@@ -556,6 +610,42 @@ async def test_a_stop_answers_what_was_asked(tmp_path):
             nursery.start_soon(face.serve)
             await trio.to_thread.run_sync(script)
         assert not settings.socket.exists()
+
+
+async def test_a_stop_lets_every_answer_that_was_begun_go_out_whole(tmp_path):
+    """Those that the reading task sends itself, too; and a client that reads nothing keeps no other from its own."""
+    settings = config(tmp_path, 64 << 20)
+    names = [f"k{i}" for i in range(300)]  # more descriptors than may be in flight
+
+    def script() -> None:
+        with RawClient(tmp_path / "sock") as deaf, RawClient(tmp_path / "sock") as client:
+            for part in (names[:150], names[150:]):
+                for name in part:
+                    assert client.put(name, b"x") == 0
+            for _, fds in (client.open(names) for _ in range(2)):  # the second finds every descriptor open
+                for fd in (fd for part in fds for fd in part):
+                    os.close(fd)
+            for asking in (deaf, client):
+                asking.send(wire.Open(99, 0, names))
+            trio.from_thread.run(stop)
+            replies, fds = client._frames(wire.OpenReply)
+            assert [len(part) for part in fds] == [64, 64, 64, 64, 44]
+            assert not replies[-1].more
+            for fd in (fd for part in fds for fd in part):
+                os.close(fd)
+            with pytest.raises(EOFError):
+                client.receive()
+
+    async def stop() -> None:
+        while engine.status()["leases"] < 4:
+            await trio.sleep(0.001)
+        face.stop()
+        await trio.sleep(0.1)
+
+    async with running(settings) as engine, trio.open_nursery() as nursery:
+        face = BatchFace(engine, settings.socket)
+        nursery.start_soon(face.serve)
+        await trio.to_thread.run_sync(script)
 
 
 # -- the socket file

@@ -206,7 +206,9 @@ async def test_all_threads_taken_is_an_answer_too(tmp_path, backing, monkeypatch
     """One bad file and a server that otherwise answers: the breaker stays shut, but nobody waits for a thread."""
     monkeypatch.setattr(lane, "PROBE_SECONDS", 5.0)  # the machine may be busy
     async with two(tmp_path) as engine:
-        volume = engine.volumes[HUNG]
+        volume, session = engine.volumes[HUNG], engine.session(0)
+        assert await put(engine, session, "open", VALUE, HUNG) is None
+        assert await get(engine, session, "open", HUNG) == VALUE
         go = trio.Event()
 
         def wait() -> None:
@@ -219,12 +221,15 @@ async def test_all_threads_taken_is_an_answer_too(tmp_path, backing, monkeypatch
                 while not volume.lane._out_is_late():
                     await trio.sleep(0.005)
             with pytest.raises(BackingError):
-                await engine.reserve_many(engine.session(0), HUNG, ["a"], [5000])
+                await engine.reserve_many(session, HUNG, ["a"], [5000])
+            assert engine.open_ready(session, HUNG, ["open"]) is None, "whoever read it might wait"
+            with pytest.raises(BackingError):
+                await engine.open_many(session, HUNG, ["open"])
             while volume.lane._asked is None or volume.lane._probe_limiter.borrowed_tokens:
                 await trio.sleep(0.005)
             assert state(engine) == "ready"
             go.set()
-        assert await put(engine, engine.session(0), "k", VALUE, HUNG) is None
+        assert await put(engine, session, "k", VALUE, HUNG) is None
 
 
 async def test_a_stop_is_bounded(tmp_path, backing, expected_warnings):

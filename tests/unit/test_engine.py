@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 
@@ -669,6 +670,25 @@ async def test_a_checkpoint_that_is_asked_for_comes_soon_and_not_all_the_time(tm
             if snapshot.exists():
                 times.add(snapshot.stat().st_mtime_ns)
         assert 1 <= len(times) <= 1 + (trio.current_time() - began) / 0.1
+
+
+async def test_a_checkpoint_that_fails_is_not_tried_at_every_request(
+    tmp_path, monkeypatch, expected_warnings, caplog
+):
+    monkeypatch.setattr("kvcsfs.engine.volumes.ASKED_SECONDS", 0.01)
+    monkeypatch.setattr("kvcsfs.engine.volumes.REST_SECONDS", 0.01)
+
+    def no_room(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    expected_warnings.append("no checkpoint: No space left on device")
+    async with running(config(tmp_path)) as engine:
+        with monkeypatch.context() as full:
+            full.setattr(recovery.SnapshotWriter, "finish", no_room)
+            for _ in range(40):
+                engine.save_soon(0)
+                await trio.sleep(0.01)
+        assert caplog.text.count("no checkpoint") == 1
 
 
 async def test_a_lower_capacity_evicts_the_oldest_at_the_start(tmp_path):

@@ -4,6 +4,7 @@ import pytest
 
 from kvcsfs.engine.entry import charge
 from kvcsfs.engine.index import Index
+from kvcsfs.engine.keys import MAX_KEY_BYTES
 from tests.stores import entry
 
 
@@ -93,3 +94,17 @@ def test_a_listing_goes_on_behind_a_name_that_is_empty():
     while (found := next(index.children("x/", names[-1] if names else None), None)) is not None:
         names.append(found)
     assert names == ["", "/", "a", "c/"]
+
+
+def test_a_key_may_have_as_many_components_as_bytes():
+    index = Index()
+    deep = "/" * MAX_KEY_BYTES
+    index.load([entry(deep)])
+    index.add(entry("/" * 500 + "x" * 524))
+    index.check()
+    assert index.usage(deep[:1000]) == (1, 100, charge(100))
+    for key in [e.key for e in index.entries()]:
+        found = index.get(key)
+        assert found is not None
+        index.remove(found)
+    index.check()
