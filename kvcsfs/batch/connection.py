@@ -73,7 +73,7 @@ class Connection:
         frames = wire.FrameBuffer(HELLO_BYTES)
         greeted = False
         try:
-            while not self._draining and (data := await self._receive(greeted, frames.is_partial)):
+            while (data := await self._receive(greeted, frames.is_partial)) and not self._draining:
                 self._answering = True
                 for i, payload in enumerate(frames.feed(data)):
                     if i:  # others have their turn, and requests begin in the order in which they came
