@@ -115,6 +115,8 @@ class Writes:
                 pending = [s for s in staged if not s.entry.live and s.entry not in catalog.retired]
                 catalog.retire_staged(s.entry for s in pending)
                 raise
+        if len(last) < len(staged):  # of one key the last speaks for all
+            results = [results[last[s.entry.key]] for s in staged]
         self._room.wake()
         return results
 

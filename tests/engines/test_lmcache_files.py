@@ -1,4 +1,4 @@
-# ruff: noqa: I001  # the engine is imported once it is known to be there
+# ruff: noqa: E402, I001  # the engine is imported once it is known to be there
 """LMCache's remote connector `fs` and its L2 adapters `fs` and `fs_native`, with their directory on the mount."""
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from typing import Any
 
 import pytest
 
+torch = pytest.importorskip("torch")
+pytest.importorskip("lmcache")
+
 from tests.engines.file_backends import ON_THE_MOUNT, SCENARIOS, random_value
 from tests.engines.test_lmcache_engine import (
     CHUNK,
@@ -24,7 +27,6 @@ from tests.engines.test_lmcache_engine import (
     load,
     look,
     store,
-    torch,
 )
 from lmcache.v1.distributed.api import ObjectKey
 from lmcache.v1.memory_allocators.tensor_memory_allocator import TensorMemoryAllocator
