@@ -162,9 +162,10 @@ async def test_of_one_key_twice_in_a_put_that_fails_neither_is_told_as_stored(tm
         staged = await engine.reserve_many(session, 0, ["k", "k"], [1, 2])
         first, last = (s for s in staged if isinstance(s, Staged))
         write(first, b"1")
-        with open(path_of(tmp_path / "data0", last.entry.slot), "rb"):  # somebody has it open: no commit
-            write(last, b"22")
-            results = await engine.commit_many(session, [first.token, last.token], [b"x" * 16] * 2)
+        write(last, b"22")
+        other = os.open(path_of(tmp_path / "data0", last.entry.slot), os.O_RDONLY)  # so it can't be committed
+        results = await engine.commit_many(session, [first.token, last.token], [b"x" * 16] * 2)
+        os.close(other)
         assert [type(r) for r in results] == [BusyError, BusyError]
         assert await engine.query_many(0, ["k"]) == [None]
 
