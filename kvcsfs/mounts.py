@@ -102,16 +102,19 @@ def _mount(source: Path, path: Path, flags: int) -> None:
         raise ConfigError(f"{path}: can't be mounted: {os.strerror(code)}{hint}")
 
 
-def tune(path: Path) -> None:
-    """Let the kernel read ahead in requests of full size, where we may."""
+def device(path: Path) -> str:
+    """The device of what is mounted at a path, as "major:minor"; asks the kernel's table, not the file system."""
     wanted = _real(path)
-    with (
-        contextlib.suppress(OSError),
-        open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as table,
-    ):
+    found = ""
+    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as table:
         for line in table:
             fields = line.split(" ")
             if _unescaped(fields[4]) == wanted:
-                Path(f"/sys/class/bdi/{fields[2]}/read_ahead_kb").write_text(
-                    str(READ_AHEAD_KIB), encoding="ascii"
-                )
+                found = fields[2]
+    return found
+
+
+def tune(path: Path) -> None:
+    """Let the kernel read ahead in requests of full size, where we may."""
+    with contextlib.suppress(OSError):
+        Path(f"/sys/class/bdi/{device(path)}/read_ahead_kb").write_text(str(READ_AHEAD_KIB), encoding="ascii")

@@ -14,10 +14,11 @@ from kvcsfs.engine.engine import Engine
 from kvcsfs.errors import ConfigError
 from kvcsfs.fuse.coherence import Coherence
 from kvcsfs.fuse.contents import Contents
+from kvcsfs.fuse.guard import Guard
 from kvcsfs.fuse.inodes import Inodes
 from kvcsfs.fuse.operations import Operations
 from kvcsfs.fuse.tree import Tree
-from kvcsfs.mounts import NAME, TYPE, bind, clear, mounted, tune, unmount
+from kvcsfs.mounts import NAME, TYPE, bind, clear, device, mounted, tune, unmount
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ class Mount:
         self._serving = True
         self._stopping = False
         self._bound: list[Path] = []
+        self._guard: Guard | None = None
 
     async def start(self, nursery: trio.Nursery) -> None:
         """Mount, and return when the mount answers. Raises ConfigError; then nothing is mounted."""
@@ -59,6 +61,7 @@ class Mount:
             raise ConfigError(f"{self._path}: can't be mounted: {exc}") from exc
         self._engine.watchers.append(self._coherence.watch)
         nursery.start_soon(self._run)
+        self._guard = Guard(self._path, device(self._path))
         with trio.move_on_after(ANSWER_SECONDS):
             await trio.to_thread.run_sync(os.statvfs, self._path, abandon_on_cancel=True)
             tune(self._path)
@@ -118,6 +121,8 @@ class Mount:
             pyfuse3.close(unmount=True)
         else:  # a thread is still in a call of the session, which must not go
             unmount(self._path)
+        if self._guard is not None:
+            self._guard.dismiss()
 
     def check(self) -> None:
         """Assert the invariants."""

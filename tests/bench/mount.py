@@ -2,8 +2,8 @@
 
     python tests/bench/mount.py [--entries 100000] [--rounds 5] [--base DIR]
 
-Needs root, and bindfs from the distribution. The files of bindfs and the values of the store lie on one file system,
-DIR's. Rounds alternate between both, and each figure is the median of its rounds. "First": the kernel has no
+Needs root, and bindfs and tree from the distribution. The files of bindfs and the values of the store lie on one file
+system, DIR's. Rounds alternate between both, and each figure is the median of its rounds. "First": the kernel has no
 pages of the mount's files, while the file system below has its own in memory.
 """
 
@@ -28,7 +28,7 @@ from kvcs import KvcsLowLevelClient, LLPutItem
 MIB = 1 << 20
 SMALL, LARGE = 4096, 4 * MIB
 SMALL_FILES, LARGE_FILES = 1000, 16
-LISTINGS = ("ls -l", "du -s", "find", "ls -f")
+LISTINGS = ("ls -l", "du -s", "tree", "find", "ls -f")
 
 
 def main() -> None:
