@@ -225,19 +225,20 @@ def test_puts_are_cut_to_a_quarter_of_the_capacity(tmp_path):
     daemon.stop()
 
 
-def test_a_long_put_goes_in_parts_and_in_two_lanes(daemon, client):
-    pairs = [(f"k{i}", b"%d" % i) for i in range(200)]
-    assert put(client, *pairs) == [0] * 200
-    reserves = daemon.wait_for(wire.Reserve, 4)
-    assert sorted(len(r.keys) for r in reserves) == [8, 64, 64, 64]
+@pytest.mark.parametrize("parts", [[64], [32, 33], [100, 100], [44, 128, 128]])
+def test_a_long_put_goes_in_parts_and_in_two_lanes(daemon, client, parts):
+    pairs = [(f"k{i}", b"%d" % i) for i in range(sum(parts))]
+    assert put(client, *pairs) == [0] * len(pairs)
+    reserves = daemon.wait_for(wire.Reserve, len(parts))
+    assert sorted(len(r.keys) for r in reserves) == parts
     assert {key for r in reserves for key in r.keys} == {key for key, _ in pairs}
     assert all(daemon.value(key) == value for key, value in pairs)
 
 
 def test_what_fails_in_one_lane_ends_the_other(daemon, client):
     daemon.dies_on = {wire.Commit}
-    assert set(put(client, *[(f"k{i}", b"x") for i in range(400)])) == {-errno.ENOTCONN}
-    assert len(daemon.wait_for(wire.Reserve, 1)) < 7, "no lane went on after the connection died"
+    assert set(put(client, *[(f"k{i}", b"x") for i in range(1000)])) == {-errno.ENOTCONN}
+    assert len(daemon.wait_for(wire.Reserve, 1)) < 8, "no lane went on after the connection died"
 
 
 def test_no_daemon(tmp_path):
