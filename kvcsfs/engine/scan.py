@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import subprocess
 import sys
@@ -24,6 +25,7 @@ FOLDERS = 256
 MAX_SLOT = 1 << 63  # what a snapshot can hold
 PARALLEL_ENTRIES = 50_000  # fewer are read before other processes have started
 PROCESSES = 8
+PIPE_BYTES = 1 << 20  # several folders: a process need not wait until the others' are taken
 SAMPLE = 8  # folders that tell how many there are; slots may come to every second folder alone
 _NO_FILE = frozenset({errno.EISDIR, errno.ELOOP, errno.ESPIPE, errno.ENXIO, errno.ENOENT})
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -132,6 +134,8 @@ def _reader(slots: Path, first: int, step: int) -> Iterator[IO[bytes] | None]:
     with process:
         try:
             assert process.stdout is not None
+            with contextlib.suppress(OSError):  # over the user's limit
+                fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
             yield process.stdout
         finally:
             process.kill()
