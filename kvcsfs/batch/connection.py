@@ -17,7 +17,7 @@ import trio
 
 from kvcsfs import __version__, wire
 from kvcsfs.batch.requests import HANDLERS, Handler, Requests
-from kvcsfs.batch.sender import Sender
+from kvcsfs.batch.sender import Sender, acquire
 from kvcsfs.engine.access import Rights
 from kvcsfs.engine.engine import Engine
 from kvcsfs.errors import InvalidValueError, KvcsError, ProtocolError
@@ -149,10 +149,7 @@ class Connection:
                 handler = HANDLERS.get(type(request))
                 if handler is None:
                     raise ProtocolError("hello was said already")
-                try:
-                    self._free_places.acquire_nowait()
-                except trio.WouldBlock:  # `acquire` would cost every request a turn of the loop
-                    await self._free_places.acquire()
+                await acquire(self._free_places)
                 nursery.start_soon(self._run, handler, request)
 
     async def _run(self, handler: Handler, request: wire.Request) -> None:

@@ -154,18 +154,15 @@ class Engine:
 
     def is_calm(self, index: int) -> bool:
         """Whether lookups of a mountpoint have nothing to wait for."""
-        if self.config.backend != "direct" and not 0 <= index < len(self.volumes):
-            return True
-        return self.volumes.at(index).calm
+        volume = self.volumes.find(index)
+        return volume is None or volume.calm
 
     def open_ready(
         self, session: Session, index: int, names: Sequence[str], renew: bool = True
     ) -> Opened | None:
         """Do what `open_many` does, at once, if every hit has a descriptor that is open; else None, and do nothing."""
-        if self.config.backend != "direct" and not 0 <= index < len(self.volumes):
-            return None
-        volume = self.volumes.at(index)
-        if not volume.calm or volume.lane.stuck:
+        volume = self.volumes.find(index)
+        if volume is None or not volume.calm or volume.lane.stuck:
             return None
         entries = volume.lookup(names, False)
         hits = [e for e in entries if e is not None]

@@ -50,13 +50,18 @@ class Volumes:
     def __getitem__(self, position: int) -> Volume:
         return self._all[position]
 
-    def at(self, index: int) -> Volume:
-        """The volume of a mountpoint index; with the direct backend there is one for all. Raises MountpointError."""
+    def find(self, index: int) -> Volume | None:
+        """The volume of a mountpoint index, if there is one; with the direct backend there is one for all."""
         if self._direct:
             return self._all[0]
-        if not 0 <= index < len(self._all):
+        return self._all[index] if 0 <= index < len(self._all) else None
+
+    def at(self, index: int) -> Volume:
+        """Do what `find` does. Raises MountpointError."""
+        volume = self.find(index)
+        if volume is None:
             raise MountpointError(f"mountpoint {index} isn't configured, expected 0 to {len(self._all) - 1}")
-        return self._all[index]
+        return volume
 
     @asynccontextmanager
     async def running(

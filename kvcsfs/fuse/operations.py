@@ -337,6 +337,7 @@ class Operations(pyfuse3.Operations):
     @posix_errors
     async def read(self, fh: FileHandleT, off: int, size: int) -> bytes:
         """Read."""
+        # pyfuse3 is annotated with bytes, and takes any buffer.
         return await self._contents.read(self._files[fh].node, off, size)  # type: ignore[return-value]
 
     @posix_errors

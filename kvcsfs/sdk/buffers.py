@@ -7,7 +7,7 @@ import mmap
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Self, TypeAlias
+from typing import Self, TypeAlias, cast
 
 from kvcsfs.sdk.results import Buffer
 
@@ -23,7 +23,8 @@ _new_bytearray.argtypes = [ctypes.c_char_p, ctypes.c_ssize_t]
 
 def uninitialised(size: int) -> bytearray:
     """A bytearray of arbitrary content; the caller overwrites all of it or drops it."""
-    return _new_bytearray(None, size)  # type: ignore[no-any-return]
+    made: bytearray = _new_bytearray(None, size)
+    return made
 
 
 def as_bytes(buffer: Buffer, what: str) -> memoryview:
@@ -65,11 +66,13 @@ def check_targets(buffers: Sequence[Buffer | Sequence[Buffer]]) -> list[Target]:
     if kinds == {bytearray}:  # a common case: distinct objects are distinct memory
         if len(set(map(id, buffers))) != len(buffers):
             raise ValueError("a buffer is given twice")
-        return list(buffers)  # type: ignore[arg-type]
+        return list(cast("Sequence[bytearray]", buffers))
     targets: list[Target] = []
     pieces: list[memoryview] = []
-    if kinds == {memoryview} and all(map(_is_plain, buffers)):  # type: ignore[arg-type]
-        pieces = list(buffers)  # type: ignore[arg-type]  # the other common case
+    if kinds == {memoryview} and all(
+        map(_is_plain, cast("Sequence[memoryview]", buffers))
+    ):  # the other common case
+        pieces = list(cast("Sequence[memoryview]", buffers))
         targets = list(pieces)
     else:
         for i, buffer in enumerate(buffers):
@@ -87,7 +90,7 @@ def _is_plain(view: memoryview) -> bool:
 def _writable_views(buffer: Buffer | Sequence[Buffer], what: str) -> list[memoryview]:
     if isinstance(buffer, list | tuple):
         return [_writable(piece, f"{what}[{j}]") for j, piece in enumerate(buffer)]
-    return [_writable(buffer, what)]  # type: ignore[arg-type]
+    return [_writable(cast("Buffer", buffer), what)]  # which refuses any other sequence
 
 
 def _check_distinct(views: list[memoryview]) -> None:
@@ -107,7 +110,7 @@ def check_source(value: Buffer | Sequence[Buffer], what: str) -> Source:
         return value
     if isinstance(value, list | tuple):
         return [as_bytes(segment, f"{what}[{j}]") for j, segment in enumerate(value)]
-    return as_bytes(value, what)  # type: ignore[arg-type]
+    return as_bytes(cast("Buffer", value), what)  # which refuses any other sequence
 
 
 def size_of(memory: Target | Source) -> int:
@@ -115,7 +118,7 @@ def size_of(memory: Target | Source) -> int:
 
 
 def views_of(memory: Target | Source) -> list[memoryview]:
-    return memory if type(memory) is list else [memoryview(memory)]  # type: ignore[arg-type]
+    return memory if isinstance(memory, list) else [memoryview(memory)]
 
 
 def cut(views: list[memoryview], start: int, size: int, limit: int) -> list[memoryview]:

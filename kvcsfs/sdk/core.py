@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvcsfs import wire
@@ -78,12 +79,15 @@ def ask(
     Raises:
         KvcsTimeoutError, KvcsUnavailableError: the statuses that came before stay.
     """
+
+    def request(sent: list[str], _link: Link, id_: int) -> wire.Request:
+        return make(id_, sent)
+
     places = open_places(statuses)
     at = 0
     while at < len(places):
         part = places[at : at + key_limit(core, core.channel.link(deadline))]
-        sent = pick(keys, part)
-        exchange = core.channel.exchange(lambda _, id_, sent=sent: make(id_, sent), deadline)  # type: ignore[misc]
+        exchange = core.channel.exchange(partial(request, pick(keys, part)), deadline)
         reply = exchange.first.reply
         if isinstance(reply, wire.Failure):
             answers = [-abs(reply.errno)] * len(part)

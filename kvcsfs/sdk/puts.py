@@ -119,7 +119,7 @@ class Put:
         try:
             while True:
                 link = self._core.channel.link(self._deadline)
-                part = todo.take(lambda places, link=link: self._cut(places, link))  # type: ignore[misc]
+                part = todo.take(partial(self._cut, link=link))
                 if not part:
                     return
                 self._run_or_halve(part, link)

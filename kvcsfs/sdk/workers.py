@@ -17,16 +17,19 @@ BOUNCE_BYTES = 1 << 20
 
 Job = Callable[[], None]
 
-_local = threading.local()
+
+class _Local(threading.local):
+    bounce: memoryview | None = None
+
+
+_local = _Local()
 
 
 def bounce_buffer() -> memoryview:
     """This thread's own chunk, for reads that may wait for a disk. Page-aligned, as direct I/O wants it."""
-    try:
-        return _local.bounce  # type: ignore[no-any-return]
-    except AttributeError:
+    if _local.bounce is None:
         _local.bounce = memoryview(mmap(-1, BOUNCE_BYTES))
-        return _local.bounce  # type: ignore[no-any-return]
+    return _local.bounce
 
 
 class Pool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -16,7 +15,6 @@ pytestmark = [
     pytest.mark.bench,
     pytest.mark.engines,
     pytest.mark.mount,
-    pytest.mark.skipif(importlib.util.find_spec("xllamacpp") is None, reason="xllamacpp is not installed"),
 ]
 
 SLOTS = 16  # a server's conversations that are put aside and taken up again

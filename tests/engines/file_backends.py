@@ -17,6 +17,7 @@ import pytest
 from kvcs import KvcsLowLevelClient, LLPutItem
 from tests.engines.daemon import Daemon
 
+# In CI tests/conftest.py lets nothing begin without /dev/fuse.
 ON_THE_MOUNT = [
     pytest.mark.engines,
     pytest.mark.mount,

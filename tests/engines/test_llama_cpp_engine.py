@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,15 +12,9 @@ from kvcs import KvcsLowLevelClient
 from kvcsfs.connectors.llama_cpp import LlamaPrefixCache
 from llama_engine import LlamaEngine, find_model
 from tests.engines.daemon import Daemon
+from tests.engines.file_backends import ON_THE_MOUNT
 
-pytestmark = [
-    pytest.mark.engines,
-    pytest.mark.mount,
-    pytest.mark.skipif(
-        not os.access("/dev/fuse", os.R_OK | os.W_OK), reason="/dev/fuse can't be opened here"
-    ),
-    pytest.mark.skipif(importlib.util.find_spec("xllamacpp") is None, reason="xllamacpp is not installed"),
-]
+pytestmark = ON_THE_MOUNT
 
 SLOT_BYTES_PER_TOKEN = 2 * 30 * 3 * 64 * 2  # SmolLM2-135M, f16
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -12,10 +11,7 @@ import pytest
 from llama_engine import EngineError, LlamaEngine, find_model
 from tests.engines.file_backends import ON_THE_MOUNT, SCENARIOS
 
-pytestmark = [
-    *ON_THE_MOUNT,
-    pytest.mark.skipif(importlib.util.find_spec("xllamacpp") is None, reason="xllamacpp is not installed"),
-]
+pytestmark = ON_THE_MOUNT
 
 PROMPTS, TOKENS = 12, 4
 SLOT_BYTES = TOKENS * 23040 + 2048  # SmolLM2-135M, f16

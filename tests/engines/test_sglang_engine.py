@@ -173,6 +173,7 @@ def test_eviction_and_a_killed_daemon_give_misses_and_no_wrong_byte(tmp_path, la
     with Daemon(tmp_path, 1 << 20) as daemon:  # 56 pages of 16 KiB, less where they have 20
         storage = attach(daemon, pool, layout)
         failures: list[threading.ExceptHookArgs] = []
+        # append's parameter is positional alone, the hook's isn't.
         threading.excepthook, before = failures.append, threading.excepthook  # type: ignore[assignment]
         for turn in range(60):
             if turn == 40:
