@@ -17,10 +17,11 @@ import trio
 
 from kvcsfs import __version__, wire
 from kvcsfs.batch.requests import HANDLERS, Handler, Requests
-from kvcsfs.batch.sender import Sender, acquire
+from kvcsfs.batch.sender import Sender
 from kvcsfs.engine.access import Rights
 from kvcsfs.engine.engine import Engine
 from kvcsfs.errors import InvalidValueError, KvcsError, ProtocolError
+from kvcsfs.locks import acquire
 
 log = logging.getLogger(__name__)
 

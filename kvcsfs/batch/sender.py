@@ -12,6 +12,7 @@ import trio
 
 from kvcsfs import wire
 from kvcsfs.errors import ProtocolError
+from kvcsfs.locks import Lock
 
 FDS_IN_FLIGHT = 256  # of one connection: they count against its user's limit, not against the process
 _SIOCOUTQ = 0x5411  # bytes the peer hasn't read, unix(7)
@@ -22,7 +23,7 @@ class Sender:
 
     def __init__(self, client: socket.socket) -> None:
         self._socket = client
-        self._turn = trio.Lock()
+        self._turn = Lock()
         self._in_flight = 0  # descriptors sent since the client had surely read all
 
     async def send(
@@ -30,8 +31,7 @@ class Sender:
     ) -> None:
         """Send one frame whole, its descriptors on its first byte."""
         frame = wire.encode(reply)
-        await acquire(self._turn)
-        try:
+        async with self._turn:
             if fds:
                 await self._descriptors_taken(len(fds))
             control = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
@@ -53,8 +53,6 @@ class Sender:
                 view = view[sent:]
                 control = []
             self._in_flight += len(fds)
-        finally:
-            self._turn.release()
 
     async def _descriptors_taken(self, count: int) -> None:
         """Wait until the client has read so much that `count` more descriptors may be in flight."""
@@ -66,11 +64,3 @@ class Sender:
                 return
             await trio.sleep(pause)
             pause = min(1.1 * pause, 0.1)  # a client that never reads is looked at ever less
-
-
-async def acquire(place: trio.Lock | trio.Semaphore) -> None:
-    """Take a place, at once if it is free: trio's own `acquire` would cost each frame a turn of the loop."""
-    try:
-        place.acquire_nowait()
-    except trio.WouldBlock:
-        await place.acquire()

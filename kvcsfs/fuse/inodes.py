@@ -13,35 +13,16 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import pyfuse3
-import trio
 
 from kvcsfs.engine.entry import Entry
 from kvcsfs.engine.namespace import Attributes
+from kvcsfs.locks import Lock
 
 if TYPE_CHECKING:
     from kvcsfs.fuse.handles import FileHandle
     from kvcsfs.fuse.writer import Writer
 
 HUB = -1  # the index that stands for the directory of mountpoints
-
-
-class Lock:
-    """A lock that is taken without a turn of the event loop while it is free: trio's own always takes one."""
-
-    __slots__ = ("_lock", "locked")
-
-    def __init__(self) -> None:
-        self._lock = trio.Lock()
-        self.locked = self._lock.locked
-
-    async def __aenter__(self) -> None:
-        try:
-            self._lock.acquire_nowait()
-        except trio.WouldBlock:
-            await self._lock.acquire()
-
-    async def __aexit__(self, *exc: object) -> None:
-        self._lock.release()
 
 
 @dataclasses.dataclass(slots=True, eq=False)

@@ -61,7 +61,10 @@ class Mount:
             raise ConfigError(f"{self._path}: can't be mounted: {exc}") from exc
         self._engine.watchers.append(self._coherence.watch)
         nursery.start_soon(self._run)
-        self._guard = Guard(self._path, device(self._path))
+        try:
+            self._guard = Guard(self._path, device(self._path))
+        except OSError as exc:
+            log.warning("%s: no guard: %s", self._path, exc.strerror)
         with trio.move_on_after(ANSWER_SECONDS):
             await trio.to_thread.run_sync(os.statvfs, self._path, abandon_on_cancel=True)
             tune(self._path)

@@ -55,15 +55,16 @@ LAYERS = (
             "kvcsfs.engine.scrub",
         )
     ),
+    Layer("kvcsfs.locks", (), ("trio",)),
     Layer("kvcsfs.mounts", ("kvcsfs.errors",)),
     Layer(
         "kvcsfs.fuse",
-        ("kvcsfs.fuse", "kvcsfs.engine", "kvcsfs.mounts", "kvcsfs.config", "kvcsfs.errors"),
+        ("kvcsfs.fuse", "kvcsfs.engine", "kvcsfs.locks", "kvcsfs.mounts", "kvcsfs.config", "kvcsfs.errors"),
         ("pyfuse3", "trio", "xxhash"),
     ),
     Layer(
         "kvcsfs.batch",
-        ("kvcsfs.batch", "kvcsfs.engine", "kvcsfs.wire", "kvcsfs.errors"),
+        ("kvcsfs.batch", "kvcsfs.engine", "kvcsfs.locks", "kvcsfs.wire", "kvcsfs.errors"),
         ("trio", "socket"),
     ),
     Layer(
