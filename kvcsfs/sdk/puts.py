@@ -179,9 +179,8 @@ class Put:
             raise
         marks = begin, asked, perf_counter()
         point = exchange.link.mountpoint(self._mountpoint) or _NO_POINT
-        self._transfer(
-            exchange, Writing(core.setters, core.channel.transfers, fds_closed, point), part, marks
-        )
+        writing = Writing(core.setters, core.channel.transfers, fds_closed, point, self._lanes)
+        self._transfer(exchange, writing, part, marks)
 
     def _transfer(
         self, exchange: Exchange, writing: Writing, part: Sequence[int], marks: tuple[float, float, float]

@@ -73,7 +73,7 @@ class Reading(Transfer):
         data: list[bytearray | None],
         point: wire.MountpointInfo,
     ) -> None:
-        super().__init__(pool, live, fds_closed)
+        super().__init__(pool, live, fds_closed, pool.size)
         self.statuses, self.data = statuses, data
         self.wrong: list[int] = []
         self.needed: dict[int, int] = {}

@@ -25,6 +25,7 @@ WHOLE_BYTES = (
     64 << 20
 )  # up to here a hashed value is one piece of work: hashing beside the transfer is cheaper
 PROCESSORS = len(os.sched_getaffinity(0))
+BUSY_SHARE = 0.25  # a piece that has the processor for less of its time waited for a disk
 IOV_MAX = 1024  # of one preadv or pwritev, sysconf(_SC_IOV_MAX)
 
 PENDING = -(1 << 31)  # status of a key that nobody has answered yet
@@ -50,8 +51,14 @@ class Transfer:
     `_leave_all` returned nobody touches the caller's memory: a thread is `inside` before it looks at `_closed`.
     """
 
-    def __init__(self, pool: Pool, live: set[Transfer], fds_closed: Callable[[], None]) -> None:
-        """`live` has this transfer while it owns descriptors; `fds_closed` is called when they are closed."""
+    def __init__(
+        self, pool: Pool, live: set[Transfer], fds_closed: Callable[[], None], slow_threads: int
+    ) -> None:
+        """`live` has this transfer while it owns descriptors; `fds_closed` is called when they are closed.
+
+        Slow work begins with `slow_threads`, and gets one more for each that turns out to wait.
+        """
+        self._slow_threads = min(slow_threads, pool.size)
         self._pool, self._live, self._fds_closed = pool, live, fds_closed
         live.add(self)
         self._ready: deque[Piece] = deque()
@@ -78,11 +85,19 @@ class Transfer:
             self._pending += len(pieces)
             (self._slow if slow else self._ready).extend(pieces)
             # Ready work keeps processors busy: more threads than those only wait for each other, and the caller is one.
-            wanted = len(self._slow) or min(PROCESSORS, len(self._ready) - 1)
+            wanted = min(len(self._slow), self._slow_threads) or min(PROCESSORS, len(self._ready) - 1)
             calls = max(0, min(wanted, self._pool.size) - self._helpers)
             self._helpers += calls
         for _ in range(calls):
             self._pool.submit(self._help)
+
+    def _add_thread(self) -> None:
+        """Have one more thread take what nobody has begun."""
+        with self._lock:
+            if not self._slow or self._helpers >= self._pool.size:
+                return
+            self._helpers += 1
+        self._pool.submit(self._help)
 
     def finish(self, deadline: Deadline) -> bool:
         """Help, then wait until all is done; False if the deadline passed first: nothing moves after that."""
@@ -135,7 +150,7 @@ class Transfer:
     def _help(self) -> None:
         seat = self._sit_down()
         while True:
-            while self._step(self._ready, seat) or self._step(self._slow, seat):
+            while self._step(self._ready, seat) or self._step_slowly(seat):
                 pass
             with self._lock:
                 if not self._ready and not self._slow:
@@ -153,6 +168,13 @@ class Transfer:
             seat.inside = False
             self._finish_one()
         return True
+
+    def _step_slowly(self, seat: Seat) -> bool:
+        begin, busy = time.perf_counter(), time.thread_time()
+        stepped = self._step(self._slow, seat)
+        if time.thread_time() - busy < BUSY_SHARE * (time.perf_counter() - begin):
+            self._add_thread()
+        return stepped
 
     def _finish_one(self) -> None:
         with self._lock:

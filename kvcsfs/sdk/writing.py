@@ -10,7 +10,17 @@ from xxhash import xxh3_128, xxh3_128_digest
 
 from kvcsfs import wire
 from kvcsfs.sdk.buffers import Source, cut, size_of, views_of
-from kvcsfs.sdk.transfer import IOV_MAX, PENDING, WHOLE_BYTES, Piece, Seat, Transfer, group, ranges
+from kvcsfs.sdk.transfer import (
+    IOV_MAX,
+    PENDING,
+    PROCESSORS,
+    WHOLE_BYTES,
+    Piece,
+    Seat,
+    Transfer,
+    group,
+    ranges,
+)
 from kvcsfs.sdk.workers import CHUNK_BYTES, Pool, bounce_buffer
 
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
@@ -37,9 +47,18 @@ class Writing(Transfer):
     """A write may wait for a disk, so it's work for workers alone, except where the file system lives in memory."""
 
     def __init__(
-        self, pool: Pool, live: set[Transfer], fds_closed: Callable[[], None], point: wire.MountpointInfo
+        self,
+        pool: Pool,
+        live: set[Transfer],
+        fds_closed: Callable[[], None],
+        point: wire.MountpointInfo,
+        lanes: int,
     ) -> None:
-        super().__init__(pool, live, fds_closed)
+        """`lanes`: how many of these go on at once."""
+        # Writes into the page cache keep processors busy: with more threads than those the bytes to be hashed are gone
+        # from the processor's cache, and small values wait for the interpreter lock.
+        threads = pool.size if point.align else max(1, PROCESSORS // lanes)
+        super().__init__(pool, live, fds_closed, threads)
         self._waits = not point.in_memory
         self._align = point.align  # > 0: direct I/O
         self.slots: list[Slots] = []

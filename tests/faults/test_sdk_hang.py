@@ -13,6 +13,7 @@ import pytest
 
 from kvcs import KvcsLowLevelClient, KvcsTimeoutError, LLGetItemOpt, LLPutItem
 from tests.daemons import Daemon
+from tests.deadlines import PROMISED_SECONDS, typical_overshoot
 from tests.faults.hangfs import HangFs
 
 pytestmark = [
@@ -70,6 +71,7 @@ def test_a_get_returns_in_time_and_its_memory_is_left_alone(client, backing):
     with pytest.raises(KvcsTimeoutError):
         read(client, buffers, DEADLINE_SECONDS)
     assert time.monotonic() - begin < DEADLINE_SECONDS + SLACK_SECONDS
+    assert typical_overshoot(lambda seconds: read(client, buffers, seconds)) < PROMISED_SECONDS
     for buffer in buffers:
         buffer[:] = b"\xaa" * SIZE
     backing.go()
@@ -106,5 +108,7 @@ def test_a_call_that_needs_the_hung_daemon_returns_in_time(client, backing):
         begin = time.monotonic()
         assert {int(getattr(r, "status", r)) for r in call()} <= {-errno.ETIMEDOUT, -errno.EIO}
         assert time.monotonic() - begin < DEADLINE_SECONDS + SLACK_SECONDS
+    item = LLPutItem("new", b"value")
+    assert typical_overshoot(lambda seconds: client.ll_batch_put([item], seconds)) < PROMISED_SECONDS
     backing.go()
     assert client.ll_batch_query(["new"], 30)[0].status in ("ok", "not_found")

@@ -16,6 +16,7 @@ import pytest
 
 from kvcsfs.errors import KvcsTimeoutError, KvcsUnavailableError
 from kvcsfs.sdk import KvcsLowLevelClient, LLBatchOptions, LLGetItemOpt, LLPutItem
+from tests.deadlines import PROMISED_SECONDS, typical_overshoot
 
 MIB = 1 << 20
 
@@ -120,6 +121,14 @@ def test_a_stopped_daemon_and_one_that_comes_back(client, daemon):
             call()
     assert [r.status for r in client.ll_batch_put([LLPutItem("stop", b"new")], 0.1)] == [-errno.ETIMEDOUT]
     assert time.monotonic() - begin < 0.3 + 3 * 0.1
+    buffer = bytearray(5)
+    for timed in (
+        lambda seconds: client.ll_batch_query(["stop"], seconds),
+        lambda seconds: client.ll_batch_get_into_items([LLGetItemOpt("stop")], [buffer], seconds),
+        lambda seconds: client.ll_batch_put([LLPutItem("stop", b"new")], seconds),
+        lambda seconds: client.ll_batch_delete(["another"], seconds),
+    ):
+        assert typical_overshoot(timed) < PROMISED_SECONDS
     daemon.process.send_signal(signal.SIGCONT)
     client._default_seconds = 10
     assert get(client, "stop") == [b"value"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +16,7 @@ from kvcsfs import wire
 from kvcsfs.errors import KvcsTimeoutError
 from kvcsfs.sdk import BufferPool, KvcsLowLevelClient, LLGetItemOpt, LLPutItem
 from kvcsfs.sdk.reading import Reading, Value
-from kvcsfs.sdk.transfer import TASK_BYTES, Seat, group, ranges
+from kvcsfs.sdk.transfer import PROCESSORS, TASK_BYTES, Seat, group, ranges
 from tests.sdk.fake_daemon import FakeDaemon
 
 MIB = 1 << 20
@@ -104,6 +105,23 @@ def test_writes_that_come_in_pieces(client, daemon, monkeypatch):
     value = os.urandom(MIB)
     assert client.ll_batch_put([LLPutItem("a", value)])[0].status == 0
     assert daemon.value("a") == value
+
+
+def test_writes_that_wait_for_a_disk_get_every_worker(daemon, monkeypatch):
+    workers = PROCESSORS + 3
+    pwritev = os.pwritev
+
+    def waiting(fd, buffers, at):
+        seen.add(threading.get_ident())
+        time.sleep(0.02)
+        return pwritev(fd, buffers, at)
+
+    seen: set[int] = set()
+    monkeypatch.setattr(os, "pwritev", waiting)
+    items = [LLPutItem(str(i), bytes(MIB)) for i in range(4 * workers)]
+    with KvcsLowLevelClient(daemon.path, set_workers=workers) as client:
+        assert all(result.status == 0 for result in client.ll_batch_put(items))
+    assert len(seen) == workers
 
 
 @pytest.mark.parametrize("size", [1000, 5 * MIB, 6 * MIB])
