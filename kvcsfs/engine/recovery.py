@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -213,6 +214,8 @@ def _scan(store: SlotStore, known: dict[int, Row], watch: Watch) -> Found:
                 leftovers.append(other.slot)
             best[key] = entry
         watch.passed(len(best), (number + 1) / scan.FOLDERS)
+    if not store.directory.is_there():  # what was read by its path may be another's
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
     for slot in leftovers:
         _unlink(store, slot)
     return Found(list(best.values()), [], {}, clean=False, removed=len(leftovers))

@@ -245,3 +245,21 @@ def test_a_snapshot_half_written_never_takes_the_place_of_the_last(tmp_path):
     assert (tmp_path / "snapshot").read_bytes() == before
     assert not (tmp_path / "snapshot.new").exists()
     store.close()
+
+
+def test_another_store_that_came_to_the_path_meanwhile_is_not_taken_for_this_one(tmp_path):
+    path, other = tmp_path / "disk", tmp_path / "other"
+    for each in (path, other):
+        each.mkdir()
+        SlotStore(each).close()
+    store = SlotStore(path)
+    entry = stored(store, "k", b"value")
+    # Of no value there: recovery would remove what has that number here.
+    path_of(other, entry.slot).write_bytes(bytes(8192))
+    path.rename(tmp_path / "away")
+    other.rename(path)
+    with pytest.raises(OSError, match="Stale file handle"):
+        recovery.recover(store)
+    assert path_of(tmp_path / "away", entry.slot).exists()
+    assert path_of(path, entry.slot).exists()
+    store.close()
