@@ -96,6 +96,11 @@ class Catalog:
                     loose.append(entry)
         return loose
 
+    @property
+    def held(self) -> bool:
+        """Whether somebody holds an entry, in the index or retired, or has bytes reserved."""
+        return bool(self.pinned or self.ledger.reserved) or any(e.pins for e in self.retired)
+
     # -- room
 
     @property
@@ -228,6 +233,11 @@ class Catalog:
         for entry in entries:
             self.lru.add(entry)
             self.ledger.committed += entry.charged
+
+    def dismantle(self) -> None:
+        """Take every entry out, of a catalog that nothing uses any more: linked to each other they would stay."""
+        for entry in self.index.drain():
+            self.lru.remove(entry)
 
     def insert(self, entry: Entry) -> Entry | None:
         """Publish an entry whose bytes are reserved, and return the entry that it replaces, retired."""

@@ -73,7 +73,7 @@ class Engine:
         self._started = time.time()
         self._sessions: set[Session] = set()
 
-    def _changed(self, index: int, names: Collection[str]) -> None:
+    def _changed(self, index: int, names: Collection[str] | None) -> None:
         for watcher in self.watchers:
             watcher(index, names)
 
@@ -445,9 +445,16 @@ class Engine:
         return self.volumes.at(index).settling
 
     def extras(self, index: int) -> dict[str, Any] | None:
-        """What faces keep in the snapshot, live and plain; None until it was read, at the end of recovery."""
+        """What faces keep in the snapshot, live and plain; None until it was read, at the end of recovery.
+
+        It is another after the watchers heard that everything changed.
+        """
         volume = self.volumes.at(index)
         return None if volume.recovering else volume.extras
+
+    def check_ready(self, index: int) -> None:
+        """Raise BusyError or BackingError when nothing can be written."""
+        self.volumes.at(index).check_ready()
 
     def save_soon(self, index: int) -> None:
         """Write the snapshot soon: a face changed what is nowhere else and must not wait for the next one."""

@@ -77,6 +77,13 @@ class Index:
         if not node.is_changed:
             self._note(node)
 
+    def drain(self) -> Iterator[Entry]:
+        """Take every entry out, the last key first, which is the fastest. The counters are left as they were."""
+        while self._entries:
+            _, entry = self._entries.popitem()
+            entry.directory = None
+            yield entry
+
     def _join(self, entry: Entry) -> None:
         key = entry.key
         path = key[: key.rfind("/") + 1]

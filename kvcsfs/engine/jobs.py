@@ -5,16 +5,17 @@ Descriptors to close come along, since a slot can't be proven ours while we hold
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Iterable, Sequence
 
-from kvcsfs.engine.catalog import FreeSlot, Plan
+from kvcsfs.engine.catalog import Catalog, FreeSlot, Plan
 from kvcsfs.engine.entry import SOLE, Entry, charge
 from kvcsfs.engine.faults import point
 from kvcsfs.engine.store import SlotStore
 from kvcsfs.engine.syscalls import allocate, digest, failure
-from kvcsfs.errors import KvcsError
+from kvcsfs.errors import ConfigError, KvcsError
 
 log = logging.getLogger(__name__)
 
@@ -222,6 +223,23 @@ def examine(store: SlotStore, write: bool) -> tuple[bool, OSError | None]:
     except OSError as exc:
         return True, exc
     return True, None
+
+
+def let_go(fds: Iterable[int], catalog: Catalog) -> None:
+    """Close what is open of a directory, whatever its file system says to that, and part the entries it had."""
+    for fd in fds:
+        with contextlib.suppress(OSError):  # it is closed even so: close(2)
+            os.close(fd)
+    catalog.dismantle()
+
+
+def take_up(store: SlotStore) -> str:
+    """Have the directory again that was given up; else why it can't be had."""
+    try:
+        store.take_up()
+    except ConfigError as exc:
+        return str(exc)
+    return ""
 
 
 def finish_file(fd: int, size: int, checksum: bytes | None) -> bytes:

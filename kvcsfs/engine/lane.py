@@ -52,7 +52,7 @@ class Lane:
     def __init__(self, store: SlotStore) -> None:
         self._store = store
         self._name = str(store.directory.path)
-        self._slow_until = 0.0 if store.is_local else float("inf")
+        self._slow_until = 0.0
         self.hung = False
         self.hangs = 0
         self._limiter = trio.CapacityLimiter(THREADS)
@@ -60,6 +60,7 @@ class Lane:
         self._out: dict[trio.CancelScope, float] = {}  # work under way, the oldest first, and when it began
         self._waiting: set[_Outcome] = set()
         self._steps = 0
+        self._carried = 0  # steps that their callers carry out
         self._asked: float | None = None  # when the oldest probe without an answer was sent
         self._probed = 0.0
         self._nursery: trio.Nursery | None = None
@@ -101,7 +102,7 @@ class Lane:
 
     def _is_prompt(self) -> bool:
         """Whether a file call may be made on the event loop: on a local file system that answers at once."""
-        return time.monotonic() >= self._slow_until and not self._out_is_late()
+        return self._store.is_local and time.monotonic() >= self._slow_until and not self._out_is_late()
 
     # -- steps
 
@@ -118,7 +119,11 @@ class Lane:
         """
         self.check()
         if self._is_prompt():
-            return await function(*args)
+            self._carried += 1
+            try:
+                return await function(*args)
+            finally:
+                self._carried -= 1
         outcome = await self._wait_for(function, args, undo)
         if outcome.left:
             raise self._no_answer()
@@ -128,9 +133,19 @@ class Lane:
     async def finish(self, function: Callable[[*Ts], Awaitable[None]], *args: *Ts) -> None:
         """Run a step that gives something back, whether the file system hangs or not; then it isn't waited for."""
         if self._is_prompt():
-            await function(*args)
+            self._carried += 1
+            try:
+                await function(*args)
+            finally:
+                self._carried -= 1
             return
         await self._wait_for(function, args, None)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step or other file work is under way, a thread that nobody waits for included."""
+        threads = self._limiter.borrowed_tokens + self._probe_limiter.borrowed_tokens
+        return bool(self._carried or self._steps or self._out or threads)
 
     async def _wait_for(self, function: Callable[..., Awaitable[Any]], args: Any, undo: Any) -> _Outcome:
         assert self._nursery is not None

@@ -7,6 +7,7 @@ proof that nobody else has it open (fcntl(2), F_SETLEASE).
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import signal
@@ -42,25 +43,48 @@ class SlotStore:
         # A lease that another process breaks in the moment we hold it would kill the daemon with SIGIO.
         signal.signal(signal.SIGIO, signal.SIG_IGN)
         self.durable = durable
-        self.directory = Directory(path)
-        try:
-            self._slots = os.open(path / "slots", os.O_RDONLY | os.O_DIRECTORY | SAFE)
-            self.align = direct_alignment(path / "VERSION") if direct else 0
-        except OSError as exc:
-            self.directory.close()
-            raise unusable(path, exc) from exc
-        if direct and not self.align:
-            self.close()
-            raise ConfigError(f'{path}: the file system has no direct I/O, expected io = "buffered"')
         self._client_flags = os.O_DIRECT if direct else 0
-        kind = self.directory.file_system()
+        self._use(Directory(path))
+
+    def _use(self, directory: Directory) -> None:
+        """Serve what is in a directory. Raises ConfigError, and it is closed."""
+        path, direct = directory.path, bool(self._client_flags)
+        try:
+            with contextlib.ExitStack() as opened:
+                opened.callback(directory.close)
+                slots = os.open("slots", os.O_RDONLY | os.O_DIRECTORY | SAFE, dir_fd=directory.root)
+                opened.callback(os.close, slots)
+                align = direct_alignment(path / "VERSION") if direct else 0
+                if direct and not align:
+                    raise ConfigError(f'{path}: the file system has no direct I/O, expected io = "buffered"')
+                kind = directory.file_system()
+                opened.pop_all()
+        except OSError as exc:
+            raise unusable(path, exc) from exc
+        self.align = align
         self.in_memory = kind in _MEMORY
         self.is_local = kind in _LOCAL  # no network and no other process behind it
+        self.directory, self._slots = directory, slots
+
+    @property
+    def given_up(self) -> bool:
+        """Whether it has no directory: between `give_up` and `take_up`, where every call on a file fails (EBADF)."""
+        return self._slots < 0
+
+    def give_up(self) -> list[int]:
+        """Let the directory go; returns its descriptors, to be closed."""
+        fds = [fd for fd in (self._slots, *self.directory.give_up()) if fd >= 0]
+        self._slots = -1
+        return fds
+
+    def take_up(self) -> None:
+        """Have the directory again that was given up. Raises ConfigError unless the same store is at its path."""
+        self._use(Directory(self.directory.path, self.directory.store_id))
 
     def close(self) -> None:
-        """Give the directory up."""
-        os.close(self._slots)
-        self.directory.close()
+        """Give the directory up, if it has one."""
+        for fd in self.give_up():
+            os.close(fd)
 
     def probe(self) -> None:
         """Ask the file system for something small that it can't answer from a cache; an error is an answer."""

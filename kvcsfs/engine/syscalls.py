@@ -53,15 +53,6 @@ def allocate(fd: int, size: int, keep_size: bool = False) -> None:
             os.ftruncate(fd, size)
 
 
-def sync_directory(path: Path) -> None:
-    """fsync a directory, so that the names in it are on disk."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | SAFE)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def is_sole(fd: int) -> bool | None:
     """The kernel's proof that nobody else has the file of this writable descriptor open, in whatever way.
 

@@ -10,6 +10,7 @@ import trio
 
 from kvcsfs.engine import jobs, recovery
 from kvcsfs.engine.catalog import Catalog
+from kvcsfs.engine.directory import AWAY
 from kvcsfs.errors import BackingError
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ class Upkeep:
         self._volume = volume
         self._lane, self._store = volume.lane, volume.store
         self._asked = trio.Event()
+        self._failures = 0  # as counted at the last look
 
     # -- start
 
@@ -54,6 +56,7 @@ class Upkeep:
         if volume.access.restricted:
             await volume.room.drop_free()
         volume.recovering = False
+        volume.changed(None)
 
     def _recovered(self) -> tuple[recovery.Found, Catalog] | OSError | None:
         """In a thread: the catalog is built aside, as the event loop reads the present one. None: the daemon stops."""
@@ -101,17 +104,49 @@ class Upkeep:
             raise
 
     async def look_after(self) -> None:
-        """Background: tell when the backing directory goes or takes no writes, and when it is back."""
-        volume, failures = self._volume, 0
+        """Tell when the backing directory goes or takes no writes, and when it is back. Returns to have it recovered.
+
+        One that is gone is given up at the second look, once nobody has anything of it: its file system can end then,
+        be repaired and be mounted again.
+        """
+        volume = self._volume
         while True:
+            if not self._store.given_up:
+                await self._look()
+            if self._store.given_up:
+                await self._look_for_it()
+            if volume.recovering and not volume.detached:
+                return
             await trio.sleep(LOOK_SECONDS)
-            writes = bool(volume.trouble) or volume.counters["io_errors"] != failures
-            failures = volume.counters["io_errors"]
-            there, failed = await self._lane.run(jobs.examine, self._store, writes)
-            volume.detached = not there
-            volume.unwritable = not there or (failed is not None and failed.errno != errno.ENOSPC)
-            trouble = "" if there else "the backing directory was unmounted or replaced"
-            self._tell_trouble(trouble or (str(failed.strerror) if failed else ""))
+
+    async def _look(self) -> None:
+        volume = self._volume
+        writes = bool(volume.trouble) or volume.counters["io_errors"] != self._failures
+        self._failures = volume.counters["io_errors"]
+        there, failed = await self._lane.run(jobs.examine, self._store, writes)
+        if volume.detached and not there and not volume.held:
+            await self._give_up()
+            return
+        volume.detached = not there
+        volume.unwritable = not there or (failed is not None and failed.errno != errno.ENOSPC)
+        self._tell_trouble(AWAY if not there else str(failed.strerror) if failed else "")
+
+    async def _give_up(self) -> None:
+        """Forget the directory and close all that is open of it. Up to the await nothing else runs."""
+        volume, catalog = self._volume, self._volume.catalog
+        volume.catalog = Catalog(catalog.ledger.capacity, volume.access.domain)
+        volume.extras, volume.recovering = {}, True
+        volume.scrub.begin([])
+        fds = [slot.fd for slot in catalog.free_slots() if slot.fd >= 0]
+        fds += [*volume.descriptors.clear(), *self._store.give_up()]
+        volume.changed(None)
+        await self._lane.run(jobs.let_go, fds, catalog)
+
+    async def _look_for_it(self) -> None:
+        """Take the directory up if it is back: the same store, on whatever file system."""
+        trouble = await self._lane.run(jobs.take_up, self._store)
+        self._volume.detached = self._volume.unwritable = bool(trouble)
+        self._tell_trouble(trouble)
 
     def _tell_trouble(self, trouble: str) -> None:
         volume = self._volume

@@ -32,13 +32,13 @@ from kvcsfs.engine.verifier import Verifier
 from kvcsfs.engine.writes import Writes
 from kvcsfs.errors import BackingError, BusyError, KvcsError
 
-Watcher = Callable[[int, Collection[str]], None]
+Watcher = Callable[[int, Collection[str] | None], None]
 
 
 class Volume:
     """One mountpoint: what it holds, and the parts that work on it. Its methods are the engine's, not the faces'.
 
-    `watch` is called with (index, keys) for keys whose value came, went or changed.
+    `watch` is called with (index, keys) for keys whose value came, went or changed; keys None: all that there is.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Volume:
         self.lane = Lane(self.store)
         self.catalog = Catalog(config.capacity, access.domain)
         self.descriptors = Descriptors(descriptor_limit)
-        self.recovering = True
+        self.recovering = True  # nothing is known of what its directory holds
         self.detached = False  # its directory is unmounted or replaced: gets miss, puts fail
         self.unwritable = False  # every write would fail: puts do at once, and evict nothing for it
         self.trouble = ""  # what is wrong with it, for people
@@ -117,9 +117,14 @@ class Volume:
                     del self._leaving[entry.key]
             gone.set()
 
+    @property
+    def held(self) -> bool:
+        """Whether somebody has something of it: work under way, pins, reservations."""
+        return self.lane.busy or self.catalog.held
+
     def check_ready(self) -> None:
         """Raise BusyError or BackingError when nothing can be written."""
-        if self.recovering:
+        if self.recovering and not self.detached:
             raise BusyError("the store is still recovering")
         if self.unwritable:
             raise BackingError(self.trouble)
@@ -255,7 +260,7 @@ class Volume:
     def _state(self) -> str:
         if self.lane.hung:
             return "hung"
-        if self.recovering:
+        if self.recovering and not self.detached:
             return "recovering"
         return "failing" if self.trouble else "ready"
 

@@ -32,6 +32,7 @@ class Volumes:
     def __init__(self, config: Config, watch: Watcher, access: Access) -> None:
         self._direct = config.backend == "direct"
         self._all: list[Volume] = []
+        self._recoveries = 0  # under way
         limit = max(64, raise_descriptor_limit() // 2 // len(config.mountpoints))
         try:
             for i, mountpoint in enumerate(config.mountpoints):
@@ -71,18 +72,16 @@ class Volumes:
 
         `background` is a task beside those of the volumes; it ends with them, before `ending`.
         """
-        gc.disable()  # it would look at all the entries again and again while they are made
         async with trio.open_nursery() as lanes:
             for volume in self._all:
                 await lanes.start(volume.lane.serve)
             try:
                 async with trio.open_nursery() as nursery:
                     for volume in self._all:
-                        nursery.start_soon(self._recover, volume)
+                        nursery.start_soon(self._tend, volume)
                         nursery.start_soon(volume.room.keep)
                         nursery.start_soon(volume.room.reclaim_loose)
                         nursery.start_soon(volume.scrub.run)
-                        nursery.start_soon(volume.upkeep.look_after)
                         nursery.start_soon(self._checkpoints, volume)
                     nursery.start_soon(background)
                     try:
@@ -92,7 +91,6 @@ class Volumes:
                         for volume in self._all:
                             volume.lane.end()
             finally:
-                gc.enable()
                 with trio.CancelScope(shield=True):
                     await self._close(ending)
 
@@ -106,18 +104,27 @@ class Volumes:
             for volume in self._all:
                 volume.lane.stop()
 
-    async def _recover(self, volume: Volume) -> None:
-        while volume.recovering:
+    async def _tend(self, volume: Volume) -> None:
+        """Background: recover a mountpoint and look after it; again if its directory could not be read, or was gone."""
+        while True:
             try:
-                await volume.upkeep.recover()
+                await self._recover(volume)
             except OSError as exc:  # the other mountpoints serve; this one misses and is busy
                 log.warning("%s: can't be read, trying again: %s", volume.config.path, exc.strerror)
                 await trio.sleep(RETRY_SECONDS)
-        if any(v.recovering for v in self._all):
-            return
-        # Entries are millions of long-lived objects; a full collection over them would stop the loop for seconds.
-        gc.freeze()
-        gc.enable()
+            await volume.upkeep.look_after()
+
+    async def _recover(self, volume: Volume) -> None:
+        """Recover; meanwhile the garbage collector would look at all the entries again and again."""
+        gc.disable()
+        self._recoveries += 1
+        try:
+            await volume.upkeep.recover()
+        finally:
+            self._recoveries -= 1
+            if not self._recoveries:
+                gc.freeze()  # millions of long-lived objects: a full collection would stop the loop for seconds
+                gc.enable()
         log.info("%s: %d entries", volume.config.path, len(volume.catalog.index))
 
     async def recovered(self) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Collection
 
 import pyfuse3
 import trio
+import trio.lowlevel
 
 from kvcsfs.engine import keys
 from kvcsfs.fuse.inodes import File
@@ -22,6 +23,7 @@ log = logging.getLogger(__name__)
 
 Place = tuple[int, str]  # mountpoint index, key or directory
 JOIN_SECONDS = 2.0
+SLICE = 256  # names looked after in one go on the event loop: a few milliseconds
 
 
 class Coherence:
@@ -31,12 +33,16 @@ class Coherence:
         self._tree = tree
         self._keys: dict[Place, File | None] = {}  # with the node that had the key when it changed
         self._directories: dict[Place, None] = {}
+        self._renewed: set[int] = set()  # mountpoints that were recovered, or are gone
         self._wake = trio.Event()
         self._thread = threading.Thread(target=self._tell_kernel, name="kvcsfs-invalidate", daemon=True)
         self._stopped = False
 
-    def watch(self, index: int, names: Collection[str]) -> None:
-        """Note keys whose value came, went or changed, as far as the mount knows anything of them."""
+    def watch(self, index: int, names: Collection[str] | None) -> None:
+        """Note keys whose value came, went or changed, as far as the mount knows anything of them; None: all."""
+        if names is None:
+            self._renew(index)
+            return
         inodes, namespace = self._tree.inodes, self._tree.peek(index)
         for key in names:
             node = inodes.files.get((index, key))
@@ -49,28 +55,43 @@ class Coherence:
         if self._keys or self._directories:
             self._wake.set()
 
+    def _renew(self, index: int) -> None:
+        """Note all that the mount knows of a mountpoint, which was recovered, or is gone."""
+        self._tree.forget(index)
+        self._renewed.add(index)
+        inodes = self._tree.inodes
+        self._keys.update((place, node) for place, node in inodes.files.items() if place[0] == index)
+        self._directories.update((p, None) for p in inodes.directories if p[0] == index and p[1])
+        self._wake.set()
+
     async def run(self) -> None:
         """Look after what was noted, until cancelled."""
         self._thread.start()
-        await self._tree.engine.volumes.recovered()
-        for index in range(len(self._tree.engine.volumes)):
-            await self._prune(index)
+        self._renewed.update(range(len(self._tree.engine.volumes)))  # those recovered before anybody watched
+        self._wake.set()
         while True:
             await self._wake.wait()
             self._wake = trio.Event()
+            while self._renewed:
+                await self._prune(self._renewed.pop())
             changed, self._keys = self._keys, {}
             around, self._directories = self._directories, {}
-            for (index, key), node in changed.items():
+            for count, ((index, key), node) in enumerate(changed.items(), 1):
                 await self._check_key(index, key, node)
-            for index, path in around:
+                if not count % SLICE:
+                    await trio.lowlevel.checkpoint()
+            for count, (index, path) in enumerate(around, 1):
                 await self._check_directory(index, path)
+                if not count % SLICE:
+                    await trio.lowlevel.checkpoint()
 
     async def _prune(self, index: int) -> None:
         """Drop what is recorded of files that changed while nothing was mounted."""
         namespace = self._tree.peek(index)
         for key in namespace.files():
             entry = await self._tree.engine.find(index, key)
-            if (entry is None) != namespace.is_file(key):
+            node = self._tree.inodes.files.get((index, key))
+            if (node is None or node.writer is None) and (entry is None) != namespace.is_file(key):
                 namespace.forget(key)
 
     async def _check_key(self, index: int, key: str, node: File | None) -> None:

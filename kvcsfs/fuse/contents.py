@@ -34,12 +34,18 @@ Ts = TypeVarTuple("Ts")
 
 
 class Contents:
-    """Contents of the files of one mount. `namespace` gives that of a mountpoint."""
+    """Contents of the files of one mount. `namespace` gives that of a mountpoint, to be changed; `peek`, to look."""
 
-    def __init__(self, engine: Engine, inodes: Inodes, namespace: Callable[[int], Namespace]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        inodes: Inodes,
+        namespace: Callable[[int], Namespace],
+        peek: Callable[[int], Namespace],
+    ) -> None:
         self._engine = engine
         self._inodes = inodes
-        self._namespace = namespace
+        self._namespace, self._peek = namespace, peek
         self._session = engine.session(user=-1, quota_share=0)
         self._buffer = bytearray(REQUEST_BYTES)
         self.commit_errors = 0
@@ -212,10 +218,10 @@ class Contents:
 
     def _begin(self, node: File, writer: Writer) -> None:
         """Give a file its writer. From now on it is there even if the value under its key goes."""
-        node.writer = writer
         if not node.gone:
             namespace = self._namespace(node.index)
             namespace.create(node.key, namespace.forget(node.key))
+        node.writer = writer
 
     # -- the end of a writer
 
@@ -297,7 +303,7 @@ class Contents:
     def _lose(self, node: File) -> None:
         """A commit failed: the key is as it was, and this node, whose pages the kernel has, is not that."""
         if not node.gone:
-            namespace = self._namespace(node.index)
+            namespace = self._peek(node.index)
             lost = namespace.forget(node.key) if namespace.is_file(node.key) else {}
             self._inodes.lose(node, lost or namespace.attributes(node.key))
 
@@ -316,7 +322,7 @@ class Contents:
     async def _detach(self, node: File) -> None:
         """Take the name from a file: what is written to it now goes with its last handle."""
         self._unsettle(node)
-        self._inodes.detach(node, self._namespace(node.index).attributes(node.key))
+        self._inodes.detach(node, self._peek(node.index).attributes(node.key))
         if node.writer is not None and not node.opens:
             writer, node.writer = node.writer, None
             await self._abort(writer)

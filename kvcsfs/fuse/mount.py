@@ -36,7 +36,7 @@ class Mount:
         self._path = path
         inodes = Inodes()
         self._tree = Tree(engine, inodes)
-        self._contents = Contents(engine, inodes, self._tree.namespace)
+        self._contents = Contents(engine, inodes, self._tree.namespace, self._tree.peek)
         self._coherence = Coherence(self._tree)
         self._scope = trio.CancelScope()
         self._ended = trio.Event()

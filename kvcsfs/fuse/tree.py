@@ -13,7 +13,6 @@ from kvcsfs.engine import keys
 from kvcsfs.engine.engine import Engine
 from kvcsfs.engine.entry import Entry
 from kvcsfs.engine.namespace import Attributes, Namespace
-from kvcsfs.errors import BusyError
 from kvcsfs.fuse import names
 from kvcsfs.fuse.handles import DirectoryHandle
 from kvcsfs.fuse.inodes import HUB, Directory, File, Inodes, Node
@@ -36,14 +35,15 @@ class Tree:
     # -- records beside the keys
 
     def namespace(self, index: int) -> Namespace:
-        """The namespace of a mountpoint, to be changed. Raises BusyError while recovery runs."""
+        """The namespace of a mountpoint, to be changed. Raises BusyError, BackingError while there is none."""
         found = self.peek(index)
         if found is self._nothing:
-            raise BusyError("the store is still recovering")
+            self.engine.check_ready(index)
+            raise AssertionError("a mountpoint that is ready has a namespace")
         return found
 
     def peek(self, index: int) -> Namespace:
-        """The namespace of a mountpoint, to look: nothing is in it while recovery runs."""
+        """The namespace of a mountpoint, to look: nothing is in it while recovery runs, or the directory is gone."""
         found = self._namespaces.get(index)
         if found is None:
             extras = self.engine.extras(index) if index != HUB else None
@@ -51,6 +51,10 @@ class Tree:
                 return self._nothing
             found = self._namespaces[index] = Namespace(extras.setdefault("namespace", {}))
         return found
+
+    def forget(self, index: int) -> None:
+        """Have the namespace of a mountpoint anew from the engine."""
+        self._namespaces.pop(index, None)
 
     def recorded(self, node: Node) -> Attributes:
         """What was set on a node."""

@@ -174,3 +174,27 @@ def test_load_takes_the_least_recently_used_first():
 def test_charge_is_the_padded_value_and_a_footer(size):
     assert charge(size) % BLOCK == 0
     assert size + BLOCK <= charge(size) < size + 2 * BLOCK
+
+
+def test_what_is_dismantled_holds_nothing():
+    catalog = Catalog(1 << 20)
+    entries = [entry(f"d/{i}", slot=i) for i in range(5)]
+    catalog.load(entries)
+    catalog.dismantle()
+    assert len(catalog.index) == 0 and list(catalog.lru) == []
+    assert not any(e.live or e.older or e.directory for e in entries)
+
+
+def test_what_holds_a_catalog():
+    catalog = Catalog(1 << 20)
+    one = entry("one")
+    catalog.load([one])
+    assert not catalog.held
+    catalog.pin([one])
+    assert catalog.held
+    catalog.remove(one)
+    assert catalog.held and not catalog.pinned
+    catalog.unpin([one])
+    assert not catalog.held
+    catalog.promise([8192])
+    assert catalog.held

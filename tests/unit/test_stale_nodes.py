@@ -12,6 +12,8 @@ import pyfuse3
 import trio
 import trio.testing
 
+from kvcsfs.engine import recovery, upkeep
+from kvcsfs.engine.engine import Engine
 from kvcsfs.errors import BackingError
 from kvcsfs.fuse.coherence import Coherence
 from kvcsfs.fuse.contents import Contents
@@ -27,7 +29,7 @@ class Face:
     def __init__(self, engine, monkeypatch) -> None:
         self.engine, self.session = engine, engine.session(0)
         self.tree = Tree(engine, Inodes())
-        self.contents = Contents(engine, self.tree.inodes, self.tree.namespace)
+        self.contents = Contents(engine, self.tree.inodes, self.tree.namespace, self.tree.peek)
         self.operations = Operations(self.tree, self.contents)
         self.coherence = Coherence(self.tree)
         self.told: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -162,4 +164,104 @@ async def test_changes_by_a_path_of_which_the_kernel_has_not_heard(tmp_path, mon
             assert bytes(await face.contents.read(node, 0, 10)) == b"v" * 10
             await face.contents.release(handle)
         assert await get(engine, face.session, "value") == (b"w" * 6000 if how == "replaced" else None)
+        await face.close(nursery)
+
+
+async def test_a_mountpoint_whose_directory_goes_and_comes_back(tmp_path, monkeypatch, expected_warnings):
+    """The kernel is told of all that it knows there; what has no byte yet holds nothing, and is lost."""
+    expected_warnings.append("in trouble: the backing directory was unmounted or replaced")
+    expected_warnings.append(
+        "'(begun|closed)' was not stored: the backing directory was unmounted or replaced"
+    )
+    monkeypatch.setattr(upkeep, "LOOK_SECONDS", 0.01)
+    data, away = tmp_path / "data0", tmp_path / "away"
+    async with running(config(tmp_path)) as engine, trio.open_nursery() as nursery:
+        face = Face(engine, monkeypatch)
+        nursery.start_soon(face.coherence.run)
+        await put(engine, face.session, "d/value", b"v" * 5000)
+        root = face.tree.inodes.root
+        directory = await face.tree.lookup(root, b"d")
+        directory.lookups += 1
+        value = await face.tree.lookup(directory, b"value")
+        value.lookups += 1
+        face.tree.namespace(0).make("d/", {"mode": 0o700})
+        handles = []
+        for name in ("begun", "closed", "removed"):
+            face.tree.namespace(0).create(name, {})
+            node = await face.known(name.encode())
+            handles.append(await face.contents.open(node, writable=True, truncate=True))
+        await engine.volumes[0].upkeep.checkpoint()
+        data.rename(away)
+        with trio.fail_after(10):
+            while not engine.volumes[0].store.given_up:
+                await trio.sleep(0.01)
+        assert {await face.next(), await face.next()} == {b"d", b"value"}
+        assert value.gone
+        assert await face.tree.lookup(root, b"d") is None
+        with pytest.raises(BackingError):
+            face.tree.namespace(0)
+        begun, closed, removed = handles
+        with pytest.raises(BackingError):
+            await face.contents.write(begun, 0, b"x")
+        await face.contents.release(closed)
+        assert await face.next() == b"closed"
+        async with removed.node.lock:
+            with pytest.raises(BackingError):
+                await face.contents.remove(removed.node)
+        await face.contents.release(removed)
+        away.rename(data)
+        await engine.volumes.recovered()
+        with trio.fail_after(10):
+            while engine.status()["mountpoints"][0]["state"] != "ready":
+                await trio.sleep(0.01)
+        directory = await face.tree.lookup(root, b"d")
+        assert face.tree.recorded(directory) == {"mode": 0o700}
+        again = await face.tree.lookup(directory, b"value")
+        assert again is not value and not again.gone
+        await face.contents.write(begun, 0, b"x" * 5000)
+        await face.contents.release(begun)
+        assert await get(engine, face.session, "begun") == b"x" * 5000
+        face.tree.check()
+        await face.close(nursery)
+
+
+async def test_a_mount_that_ends_while_a_directory_is_gone(tmp_path, monkeypatch, expected_warnings):
+    expected_warnings.append("in trouble: the backing directory was unmounted or replaced")
+    monkeypatch.setattr(upkeep, "LOOK_SECONDS", 0.01)
+    async with running(config(tmp_path)) as engine, trio.open_nursery() as nursery:
+        face = Face(engine, monkeypatch)
+        nursery.start_soon(face.coherence.run)
+        face.tree.namespace(0).create("begun", {})
+        await face.contents.open(await face.known(b"begun"), writable=True, truncate=True)
+        (tmp_path / "data0").rename(tmp_path / "away")
+        with trio.fail_after(10):
+            while not engine.volumes[0].store.given_up:
+                await trio.sleep(0.01)
+        await face.contents.close()
+        await face.close(nursery)
+
+
+async def test_one_directory_that_can_not_be_read_keeps_the_kernel_from_no_news(
+    tmp_path, monkeypatch, expected_warnings
+):
+    expected_warnings.append("data1: can't be read, trying again: Input/output error")
+    real = recovery.recover
+
+    def failing(store, watch):
+        if store.directory.path.name == "data1":
+            raise OSError(errno.EIO, "Input/output error")
+        return real(store, watch)
+
+    monkeypatch.setattr(recovery, "recover", failing)
+    engine = Engine(config(tmp_path, mountpoints=2, backend="pooled"))
+    async with engine.running(), trio.open_nursery() as nursery:
+        face = Face(engine, monkeypatch)
+        nursery.start_soon(face.coherence.run)
+        while engine.volumes[0].recovering:
+            await trio.sleep(0.001)
+        await put(engine, face.session, "value", b"v" * 5000)
+        await face.known(b"value")
+        await put(engine, face.session, "value", b"w" * 5000)
+        with trio.fail_after(10):
+            assert await face.next() == b"value"
         await face.close(nursery)
