@@ -1,7 +1,7 @@
 """Reads the footers of a store, folder by folder; of a large one in several processes, as the interpreter is the limit.
 
-Run as a script it is such a process: arguments are the directory `slots`, the first folder and the step to the next;
-each folder is written to stdout behind its length, as msgpack.
+Run as a script it is such a process: its argument is the directory `slots`, its stdin a pipe that it shares with the
+others and takes folders from, a byte each; what one holds goes to stdout behind its number and length, as msgpack.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ import contextlib
 import errno
 import fcntl
 import os
+import selectors
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, cast
 
 import msgspec
 
@@ -27,8 +29,10 @@ PARALLEL_ENTRIES = 50_000  # fewer are read before other processes have started
 PROCESSES = 8
 PIPE_BYTES = 1 << 20  # several folders: a process need not wait until the others' are taken
 SAMPLE = 8  # folders that tell how many there are; slots may come to every second folder alone
+_HEAD = struct.Struct("<BI")  # of what a process tells: the folder and the bytes that follow
 _NO_FILE = frozenset({errno.EISDIR, errno.ELOOP, errno.ESPIPE, errno.ENXIO, errno.ENOENT})
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+_SLOT_FLAGS = _FLAGS | os.O_NONBLOCK
 
 Row = tuple[int, str, int, bytes, int, float]  # slot, key, size, checksum, generation, created
 
@@ -82,48 +86,76 @@ def _slot_of(name: str, folder: int) -> int:
 
 
 def _read_slot(directory: int, name: str, slot: int, found: Folder) -> None:
-    fd = os.open(name, _FLAGS | os.O_NONBLOCK, dir_fd=directory)
+    fd = os.open(name, _SLOT_FLAGS, dir_fd=directory)
     try:
         size = os.lseek(fd, 0, os.SEEK_END)  # fstat(2) builds an object of ten fields
         block = os.pread(fd, BLOCK, size - BLOCK) if size >= 2 * BLOCK else b""
     finally:
         os.close(fd)
     foot = footer.parse(block)
-    if foot is not None and charge(foot.size) == size:
-        found.rows.append((slot, foot.key, foot.size, foot.checksum, foot.generation, foot.created))
-    else:
-        found.leftovers.append(slot)
+    if foot is not None:
+        key, value_size, generation, created, checksum = foot
+        if charge(value_size) == size:
+            found.rows.append((slot, key, value_size, checksum, generation, created))
+            return
+    found.leftovers.append(slot)
 
 
 def scan(slots: Path) -> Iterator[Folder]:
-    """Yield every folder, in order. Raises OSError."""
+    """Yield every folder once. Raises OSError."""
     rows = 0
     for number in range(SAMPLE):
         folder = read_folder(slots, number)
         rows += len(folder.rows)
         yield folder
-    if rows * FOLDERS // SAMPLE < PARALLEL_ENTRIES:
-        for number in range(SAMPLE, FOLDERS):
-            yield read_folder(slots, number)
-        return
-    with contextlib.ExitStack() as stack:
-        count = min(len(os.sched_getaffinity(0)), PROCESSES)
-        pipes = [stack.enter_context(_reader(slots, SAMPLE + i, count)) for i in range(count)]
-        for number in range(SAMPLE, FOLDERS):
-            pipe = pipes[(number - SAMPLE) % count]
-            # A process that failed is done without.
-            yield (pipe and _receive(pipe)) or read_folder(slots, number)
+    missing = set(range(SAMPLE, FOLDERS))
+    if rows * FOLDERS // SAMPLE >= PARALLEL_ENTRIES:
+        for number, folder in _read_apart(slots, missing.copy()):
+            missing.remove(number)
+            yield folder
+    for number in sorted(missing):  # a process that failed is done without
+        yield read_folder(slots, number)
+
+
+def _read_apart(slots: Path, numbers: set[int]) -> Iterator[tuple[int, Folder]]:
+    """Yield folders as processes read them, each once; those that a failing process had taken don't come.
+
+    Nobody has a share of the folders beforehand: where puts take one slot and one generation in turn, slots come to
+    every second folder, and one process of two would get all the work.
+    """
+    with contextlib.ExitStack() as stack, selectors.DefaultSelector() as selector:
+        queue, end = os.pipe()
+        try:
+            os.write(end, bytes(sorted(numbers)))  # a pipe holds more
+        finally:
+            os.close(end)
+        try:
+            for _ in range(min(len(os.sched_getaffinity(0)), PROCESSES)):
+                if pipe := stack.enter_context(_reader(slots, queue)):
+                    selector.register(pipe, selectors.EVENT_READ)
+        finally:
+            os.close(queue)
+        while numbers and selector.get_map():
+            for key, _ in selector.select():
+                pipe = cast("IO[bytes]", key.fileobj)
+                answer = _receive(pipe)
+                if answer is None:
+                    selector.unregister(pipe)
+                    continue
+                numbers.remove(answer[0])
+                yield answer
 
 
 @contextlib.contextmanager
-def _reader(slots: Path, first: int, step: int) -> Iterator[IO[bytes] | None]:
-    """The output of a process that reads every `step`-th folder; None if it can't be had."""
-    command = [sys.executable, "-m", "kvcsfs.engine.scan", str(slots), str(first), str(step)]
+def _reader(slots: Path, queue: int) -> Iterator[IO[bytes] | None]:
+    """The output of a process that reads folders of the queue; None if it can't be had."""
+    command = [sys.executable, "-m", "kvcsfs.engine.scan", str(slots)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     try:
         process = subprocess.Popen(
             command,
-            stdin=subprocess.DEVNULL,
+            bufsize=0,  # what lay in a buffer here, the selector wouldn't know of
+            stdin=queue,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env=environment,
@@ -141,18 +173,33 @@ def _reader(slots: Path, first: int, step: int) -> Iterator[IO[bytes] | None]:
             process.kill()
 
 
-def _receive(pipe: IO[bytes]) -> Folder | None:
-    head = pipe.read(4)
-    size = int.from_bytes(head, "little")
-    block = pipe.read(size)
-    return msgspec.msgpack.decode(block, type=Folder) if size and len(block) == size else None
+def _receive(pipe: IO[bytes]) -> tuple[int, Folder] | None:
+    """What a process tells of one folder; None at its end."""
+    head = _exactly(pipe, _HEAD.size)
+    if head is None:
+        return None
+    number, size = _HEAD.unpack(head)
+    block = _exactly(pipe, size)
+    return None if block is None else (number, msgspec.msgpack.decode(block, type=Folder))
 
 
-def main(slots: str, first: str, step: str) -> None:
-    """Write folders to stdout."""
-    for number in range(int(first), FOLDERS, int(step)):
-        block = msgspec.msgpack.encode(read_folder(Path(slots), number))
-        sys.stdout.buffer.write(len(block).to_bytes(4, "little") + block)
+def _exactly(pipe: IO[bytes], size: int) -> bytearray | None:
+    """Read `size` bytes; None if the pipe ends before."""
+    block = bytearray(size)
+    view, done = memoryview(block), 0
+    while done < size:
+        count = os.readv(pipe.fileno(), [view[done:]])
+        if not count:
+            return None
+        done += count
+    return block
+
+
+def main(slots: str) -> None:
+    """Write the folders whose numbers come from stdin to stdout."""
+    while number := os.read(0, 1):
+        block = msgspec.msgpack.encode(read_folder(Path(slots), number[0]))
+        sys.stdout.buffer.write(_HEAD.pack(number[0], len(block)) + block)
         sys.stdout.buffer.flush()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from pathlib import Path
@@ -107,26 +108,61 @@ async def test_a_stop_waits_neither_for_recovery_nor_for_systemd(
     assert not (settings.mountpoints[0].path / "snapshot").exists()
 
 
-@pytest.mark.parametrize("broken", [False, True])
-def test_processes_read_a_large_store(tmp_path, monkeypatch, broken):
-    """They give what one process gives, in order; folders of one that fails are read here."""
-    store = SlotStore(tmp_path)
-    for i in range(600):
-        stored(store, f"k{i}", b"x")
-    monkeypatch.setattr(scan, "PARALLEL_ENTRIES", 1)
-    monkeypatch.setattr(scan, "PROCESSES", 2)
-    alone = [scan.read_folder(tmp_path / "slots", i) for i in range(scan.FOLDERS)]
-    if broken:
-        monkeypatch.setattr("sys.executable", "/bin/false")
+# What the first of two processes does in place of its work, in a shell, and how many folders it takes along.
+FIRST = {
+    "reads": (":", 0),
+    "fails at once": ("exit 1", 0),
+    "takes a folder and dies": ("exec dd bs=1 count=1 of=/dev/null", 1),
+    "dies in the middle of a folder": (r"dd bs=1 count=1 of=/dev/null; printf '\010\144\0\0\0half'; exit", 1),
+    "hangs before it took one": ("exec sleep 1000", 0),
+}
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Have two processes read even a small store; the result has the folders that are read by this one."""
     here: list[int] = []
     real = scan.read_folder
 
-    def counted(slots: Path, number: int) -> scan.Folder:
+    def read_folder(slots: Path, number: int) -> scan.Folder:
         here.append(number)
         return real(slots, number)  # type: ignore[no-any-return]
 
-    monkeypatch.setattr(scan, "read_folder", counted)
-    assert list(scan.scan(tmp_path / "slots")) == alone
-    assert here == list(range(scan.FOLDERS if broken else scan.SAMPLE))
-    assert sum(len(folder.rows) for folder in alone) == 600
+    monkeypatch.setattr(scan, "read_folder", read_folder)
+    monkeypatch.setattr(scan, "PARALLEL_ENTRIES", 1)
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1})
+    return here
+
+
+@pytest.mark.parametrize("first", FIRST)
+def test_processes_read_a_large_store(tmp_path, monkeypatch, first):
+    """They find what one process finds; what one doesn't come to the other does, here only what went with it is read.
+
+    All slots are in every second folder, as puts of one key at a time leave them.
+    """
+    instead, taken = FIRST[first]
+    store = SlotStore(tmp_path)
+    for i in range(600):
+        stored(store, f"k{i}", b"x")
+    alone = [scan.read_folder(tmp_path / "slots", i) for i in range(scan.FOLDERS)]
+    here = counted(monkeypatch)
+    program = tmp_path / "python"
+    program.write_text(f'#!/bin/sh\nmkdir {tmp_path}/begun && {{ {instead}; }}\nexec {sys.executable} "$@"\n')
+    program.chmod(0o700)
+    monkeypatch.setattr("sys.executable", str(program))
+    found = list(scan.scan(tmp_path / "slots"))
+    assert sorted(found, key=lambda folder: folder.rows) == sorted(alone, key=lambda folder: folder.rows)
+    assert sum(len(folder.rows) for folder in found) == 600
+    assert here[: scan.SAMPLE] == list(range(scan.SAMPLE))
+    assert len(here) == scan.SAMPLE + taken
+    store.close()
+
+
+def test_without_processes_a_large_store_is_read_here(tmp_path, monkeypatch):
+    store = SlotStore(tmp_path)
+    for i in range(600):
+        stored(store, f"k{i}", b"x")
+    here = counted(monkeypatch)
+    monkeypatch.setattr("sys.executable", "/no/such/program")
+    assert sum(len(folder.rows) for folder in scan.scan(tmp_path / "slots")) == 600
+    assert here == list(range(scan.FOLDERS))
     store.close()
