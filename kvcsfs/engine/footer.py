@@ -20,6 +20,8 @@ _HEAD = struct.Struct("<8sIIQQQ16s")
 _SUM = struct.Struct("<Q")
 _BODY = BLOCK - _SUM.size
 _PADDED = struct.Struct(f"{_HEAD.format}{_BODY - _HEAD.size}s")
+_SUMMED = struct.Struct(f"<{_BODY}sQ")
+_new = tuple.__new__
 
 
 class NewerFormat(ValueError):
@@ -50,17 +52,21 @@ def of(entry: Entry) -> bytes:
 
 def parse(block: bytes) -> Footer | None:
     """Read a footer; None for a void, torn or foreign one. Raises NewerFormat."""
-    if len(block) != BLOCK or not block.startswith(MAGIC):
+    if len(block) != BLOCK:
         return None
-    if _SUM.unpack_from(block, _BODY)[0] != xxhash.xxh3_64_intdigest(block[:_BODY]):
+    body, told = _SUMMED.unpack(block)
+    if told != xxhash.xxh3_64_intdigest(body):
         return None
-    _, version, length, size, generation, created, checksum = _HEAD.unpack_from(block)
+    magic, version, length, size, generation, created, checksum = _HEAD.unpack_from(body)
+    if magic != MAGIC:
+        return None
     if version > FORMAT:
         raise NewerFormat(f"footer of format {version}, this version reads up to {FORMAT}")
     if not 0 < length <= _BODY - _HEAD.size:
         return None
     try:
-        key = block[_HEAD.size : _HEAD.size + length].decode()
+        key = body[_HEAD.size : _HEAD.size + length].decode()
     except UnicodeDecodeError:
         return None
-    return Footer(key, size, generation, created / 1e9, checksum)
+    # The class's own constructor takes a third of the time of all this (measured).
+    return _new(Footer, (key, size, generation, created / 1e9, checksum))
