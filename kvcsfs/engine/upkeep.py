@@ -11,6 +11,7 @@ import trio
 from kvcsfs.engine import jobs, recovery
 from kvcsfs.engine.catalog import Catalog
 from kvcsfs.engine.directory import AWAY
+from kvcsfs.engine.entry import Entry
 from kvcsfs.errors import BackingError
 
 if TYPE_CHECKING:
@@ -46,19 +47,19 @@ class Upkeep:
             raise AssertionError("recovery stopped and nobody stops")
         if isinstance(outcome, OSError):
             raise outcome
-        found, catalog = outcome
+        found, catalog, unproven = outcome
         catalog.ledger.capacity = volume.catalog.ledger.capacity
         catalog.domain = volume.access.domain
         volume.catalog = catalog
         volume.extras.update(found.extras)
-        volume.scrub.begin([e for e in found.entries if not e.proven])
+        volume.scrub.begin(unproven)
         await volume.room.clear(0)
         if volume.access.restricted:
             await volume.room.drop_free()
         volume.recovering = False
         volume.changed(None)
 
-    def _recovered(self) -> tuple[recovery.Found, Catalog] | OSError | None:
+    def _recovered(self) -> tuple[recovery.Found, Catalog, list[Entry]] | OSError | None:
         """In a thread: the catalog is built aside, as the event loop reads the present one. None: the daemon stops."""
         try:
             found = recovery.recover(self._store, self.recovery)
@@ -66,7 +67,8 @@ class Upkeep:
             return None
         except OSError as exc:
             return exc
-        return found, recovery.load(found, self._volume.catalog.ledger.capacity)
+        catalog = recovery.load(found, self._volume.catalog.ledger.capacity)
+        return found, catalog, [e for e in found.entries if not e.proven]
 
     async def _stop_recovery(self) -> None:
         """Tell the thread when the daemon stops: a cancellation doesn't reach it."""

@@ -17,12 +17,16 @@ from tests.unit.test_footer import block
 
 
 def restart(path: Path) -> Found:
-    """What a new start finds."""
+    """What a new start finds, in order of use."""
     store = SlotStore(path)
     try:
-        return recovery.recover(store)
+        found = recovery.recover(store)
     finally:
         store.close()
+    catalog = recovery.load(found, 1 << 40)
+    catalog.check()
+    assert list(catalog.lru) == found.entries
+    return found
 
 
 def snapshot(store: SlotStore, entries: list[Entry], clean: bool, free: tuple[FreeSlot, ...] = ()) -> None:
