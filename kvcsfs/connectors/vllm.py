@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import threading
 from collections import Counter
 from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from kvcsfs.connectors.engines import missing
@@ -23,9 +25,11 @@ from kvcsfs.connectors.store import Store
 try:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
     from vllm.v1.kv_offload.base import (
+        Locality,
         LookupResult,
         Medium,
         OffloadingCounterMetadata,
+        OffloadingEvent,
         RequestOffloadingContext,
         get_offload_block_hash,
         get_offload_group_idx,
@@ -35,6 +39,8 @@ try:
     from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 except ImportError as exc:
     raise missing("vllm", "0.33.0", exc) from exc
+
+log = logging.getLogger("kvcs.connectors")
 
 METRICS = {
     "hits": "Blocks read from kvcsfs.",
@@ -47,6 +53,14 @@ METRICS = {
 MAX_TOUCHES = 64  # batches that may wait; recency is a hint
 
 
+@dataclass(frozen=True)
+class TierSettings(Settings):
+    """With what vLLM's own tiers take besides: whether to tell of stored blocks, and where they lie, seen from vLLM."""
+
+    enable_kv_events: bool = False
+    locality: str = ""
+
+
 class _Lookup(AsyncLookupManager):
     """Questions of one step, as one query in a thread of vLLM's."""
 
@@ -55,11 +69,11 @@ class _Lookup(AsyncLookupManager):
         self._tier = tier
 
     def batch_lookup(self, keys: list[Any], req_context: Any) -> Iterable[bool]:
-        return self._tier.store.exists([self._tier.key(key) for key in keys])
+        return self._tier.there([self._tier.key(key) for key in keys])
 
 
 class KvcsTier(SecondaryTierManager):
-    """Nothing raises but the constructor. Parameters of the tier's configuration: see `Settings`."""
+    """Nothing raises but the constructor. Parameters of the tier's configuration: see `TierSettings`."""
 
     medium: ClassVar[Any] = Medium.STORAGE
 
@@ -72,10 +86,18 @@ class KvcsTier(SecondaryTierManager):
         **options: Any,
     ) -> None:
         """Raises ValueError: an option that can't be used."""
-        settings = Settings.take(options)
+        settings = TierSettings.take(options)
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        if "locality" in options:
+            self.locality = _locality(settings.locality)
+        self._events: list[OffloadingEvent] = []
+        self._tells = settings.enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
+        if settings.enable_kv_events and not self._tells:
+            log.warning(
+                "enable_kv_events is without effect: vLLM publishes events only with --kv-events-config"
+            )
         self.store = Store(settings)
-        self._space = _space(offloading_spec, settings.version)
+        self._space = _space(offloading_spec, settings.version, self.block_size_bytes)
         self._bytes = memoryview(primary_kv_view).cast("B")
         self._jobs: Jobs[tuple[TransferJob, bool]] = Jobs()  # and whether it loads
         self._threads = ThreadPoolExecutor(settings.load_threads, thread_name_prefix="kvcs-load")
@@ -98,6 +120,15 @@ class KvcsTier(SecondaryTierManager):
         if found is None:
             return LookupResult.RETRY
         return LookupResult.HIT if found else LookupResult.MISS
+
+    def there(self, named: list[str]) -> list[bool]:
+        """Which keys hold a block. What has another size is deleted: it would be found again and again, and never read."""
+        sizes = self.store.sizes(named)
+        wrong = [key for key, size in zip(named, sizes, strict=True) if size not in (0, self.block_size_bytes)]
+        if wrong:
+            self.store.count("wrong_size", len(wrong))
+            self.store.remove(wrong)
+        return [size == self.block_size_bytes for size in sizes]
 
     def on_schedule_end(self, context: Any) -> None:
         self._lookup.flush()
@@ -151,6 +182,10 @@ class KvcsTier(SecondaryTierManager):
         done = [key for key, ok in zip(keys, job.ok, strict=True) if ok]
         if is_load and len(done) < len(keys):
             self._lookup.mark_miss([key for key, ok in zip(keys, job.ok, strict=True) if not ok])
+        if self._tells and done and not is_load:
+            self._events.append(
+                OffloadingEvent(done, Medium.STORAGE, removed=False, locality=self.locality)
+            )
         return JobResult(
             job_id=metadata.job_id,
             success=len(done) == len(keys),
@@ -158,6 +193,11 @@ class KvcsTier(SecondaryTierManager):
             transfer_time=job.seconds,
             transfer_bytes=len(done) * self.block_size_bytes,
         )
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """Which blocks were stored, since the last call. What the store evicts is not told."""
+        told, self._events = self._events, []
+        return told
 
     def has_pending_work(self) -> bool:
         """Whether jobs are under way, whose ends vLLM has to fetch."""
@@ -168,8 +208,10 @@ class KvcsTier(SecondaryTierManager):
         self._jobs.wait()
 
     def _blocks(self, job: TransferJob) -> list[memoryview]:
-        size = self.block_size_bytes
-        return [self._bytes[int(chunk) * size : (int(chunk) + 1) * size] for chunk in job.chunk_ids]
+        """The job's places in vLLM's memory; empty, which fails, for one that lies outside of it."""
+        size, nothing = self.block_size_bytes, self._bytes[:0]
+        starts = [int(chunk) * size for chunk in job.chunk_ids]
+        return [self._bytes[at : at + size] if at >= 0 else nothing for at in starts]
 
     def _submit(self, run: Any) -> bool:
         try:
@@ -204,17 +246,30 @@ class KvcsTier(SecondaryTierManager):
         return stats
 
 
+def _locality(name: str) -> Locality:
+    try:
+        return Locality(name)
+    except ValueError:
+        expected = " or ".join(one.value for one in Locality)
+        raise ValueError(f"locality must be a Locality, {expected}, not {name!r}") from None
+
+
 def _metric(name: str) -> str:
     return f"vllm:kv_offload_kvcs_{name}_blocks"
 
 
-def _space(spec: Any, version: str) -> KeySpace:
-    """What vLLM's own file tier tells caches apart by: model, dtype, block sizes, groups of layers, parallel layout."""
+def _space(spec: Any, version: str, block_bytes: int) -> KeySpace:
+    """What vLLM's own file tier tells caches apart by, and what decides a block's bytes besides.
+
+    Its own: model, dtype, tokens of a block, groups of layers, parallel layout. It leaves out the order of a block's
+    dimensions, which attention backends differ in.
+    """
     mapper = FileMapper.from_offloading_spec(
         root_dir="", offloading_spec=spec, blocks_per_file=spec.blocks_per_chunk, parallel_agnostic=True
     )
     run = mapper.get_run_config()
-    text = json.dumps(run, sort_keys=True, separators=(",", ":"))
+    told = run | {"kv_cache_layout": spec.config.kv_cache_layout, "block_bytes": block_bytes}
+    text = json.dumps(told, sort_keys=True, separators=(",", ":"))
     return KeySpace(
         model=run["model_name"],
         version=version,

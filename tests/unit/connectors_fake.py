@@ -414,6 +414,19 @@ class Medium(Enum):
     STORAGE = "STORAGE"
 
 
+class Locality(Enum):
+    LOCAL = "LOCAL"
+    REMOTE = "REMOTE"
+
+
+@dataclass
+class OffloadingEvent:
+    keys: list[bytes]
+    medium: Medium
+    removed: bool
+    locality: Locality | None = None
+
+
 @dataclass
 class ReqContext:
     req_id: str
@@ -441,6 +454,7 @@ class SecondaryTierManager:
     def __init__(self, spec: Any, view: memoryview, tier_type: str, detector: Any = None) -> None:
         assert view.strides
         self.block_size_bytes = view.strides[0]
+        self.locality: Locality | None = None
 
 
 class AsyncLookupManager:
@@ -497,9 +511,11 @@ VLLM = {
         "OffloadingConnectorStats": OffloadingConnectorStats
     },
     "vllm.v1.kv_offload.base": {
+        "Locality": Locality,
         "LookupResult": LookupResult,
         "Medium": Medium,
         "OffloadingCounterMetadata": SimpleNamespace,
+        "OffloadingEvent": OffloadingEvent,
         "RequestOffloadingContext": SimpleNamespace,
         "get_offload_block_hash": lambda key: key[:-4],
         "get_offload_group_idx": lambda key: int.from_bytes(key[-4:], "big"),

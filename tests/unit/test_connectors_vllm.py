@@ -9,9 +9,19 @@ from typing import Any
 
 import pytest
 
-from kvcs import KvcsLowLevelClient
+from kvcs import KvcsLowLevelClient, LLPutItem
 from tests.engines.daemon import Daemon
-from tests.unit.connectors_fake import VLLM, JobResult, LookupResult, ReqContext, TransferJob, connector
+from tests.unit.connectors_fake import (
+    VLLM,
+    JobResult,
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadingEvent,
+    ReqContext,
+    TransferJob,
+    connector,
+)
 
 BLOCK = 64 << 10
 FIELDS = {"model_name": "org/model", "dtype": "bfloat16", "tp_size": 1}
@@ -47,11 +57,25 @@ class Tier:
     """A tier with the memory that vLLM would give it."""
 
     def __init__(
-        self, module: Any, socket: str, blocks: int = 16, fields: Any = FIELDS, **options: Any
+        self,
+        module: Any,
+        socket: str,
+        blocks: int = 16,
+        fields: Any = FIELDS,
+        block: int = BLOCK,
+        kv_cache_layout: str = "LBNHC",
+        events: bool = False,
+        **options: Any,
     ) -> None:
-        self.memory = bytearray(os.urandom(blocks * BLOCK))
-        view = memoryview(self.memory).cast("B", (blocks, BLOCK))
-        spec = SimpleNamespace(fields=fields, blocks_per_chunk=1)
+        """`events`: whether vLLM publishes any."""
+        self.memory = bytearray(os.urandom(blocks * block))
+        view = memoryview(self.memory).cast("B", (blocks, block))
+        spec = SimpleNamespace(
+            fields=fields,
+            blocks_per_chunk=1,
+            config=SimpleNamespace(kv_cache_layout=kv_cache_layout),
+            kv_events_config=SimpleNamespace(enable_kv_cache_events=events),
+        )
         self.tier = module.KvcsTier(spec, view, "kvcs", socket=socket, **options)
         self._last = 0
 
@@ -125,7 +149,27 @@ def test_what_vllm_tells_caches_apart_by_is_in_the_key(module, daemon):
         other = Tier(module, daemon.socket, fields=fields)
         assert other.lookup([offload_key(1)]) == ["MISS"]
         other.tier.shutdown()
+    for other in (
+        Tier(module, daemon.socket, block=2 * BLOCK),
+        Tier(module, daemon.socket, kv_cache_layout="LBHNC"),
+    ):
+        assert other.lookup([offload_key(1)]) == ["MISS"]
+        other.tier.shutdown()
     assert tier.lookup([offload_key(1, 1)]) == ["MISS"]
+    tier.tier.shutdown()
+
+
+def test_a_value_of_another_size_is_a_miss_and_makes_way(module, daemon):
+    tier = Tier(module, daemon.socket)
+    with KvcsLowLevelClient(daemon.socket) as client:
+        client.ll_batch_put([LLPutItem(tier.tier.key(KEYS[0]), b"short")])
+        assert not tier.load(KEYS[:1], [1]).success
+        assert tier.lookup(KEYS[:2]) == ["MISS", "MISS"]
+    assert tier.store(KEYS[:1], [0]).success
+    tier.tier.on_request_finished(REQUEST)
+    assert tier.lookup(KEYS[:1]) == ["HIT"]
+    assert tier.load(KEYS[:1], [1]).success
+    assert tier.block(0) == tier.block(1)
     tier.tier.shutdown()
 
 
@@ -164,6 +208,46 @@ def test_metrics_are_what_was_counted_since_the_last_call(module, daemon):
     }
     assert set(counters) <= set(names)
     assert tier.tier.get_stats().counters == {}
+    tier.tier.shutdown()
+
+
+def test_what_was_stored_is_told_once_where_vllm_publishes_events(module, daemon):
+    tier = Tier(module, daemon.socket, events=True, enable_kv_events=True, locality="LOCAL", queue_items=2)
+    tier.store(KEYS[:2], [0, 1])
+    tier.load(KEYS[:2], [4, 5])
+    told = OffloadingEvent(KEYS[:2], Medium.STORAGE, removed=False, locality=Locality.LOCAL)
+    assert list(tier.tier.take_events()) == [told]
+    assert list(tier.tier.take_events()) == []
+    done = tier.store(KEYS[2:], [99, *range(5)])  # the first lies outside of the memory
+    assert not done.success
+    (event,) = tier.tier.take_events()
+    assert 0 < len(event.keys) * BLOCK == done.transfer_bytes
+    assert KEYS[2] not in event.keys
+    assert not tier.store(KEYS[2:3], [99]).success
+    assert list(tier.tier.take_events()) == []
+    tier.tier.shutdown()
+
+
+def test_events_want_the_tiers_own_option_and_vllms(module, daemon, caplog):
+    for events, own in ((True, False), (False, True)):
+        tier = Tier(module, daemon.socket, events=events, enable_kv_events=own)
+        assert tier.store(KEYS[:1], [0]).success
+        assert list(tier.tier.take_events()) == []
+        assert tier.tier.locality is None
+        tier.tier.shutdown()
+    (said,) = [record.message for record in caplog.records if record.name == "kvcs.connectors"]
+    assert said == "enable_kv_events is without effect: vLLM publishes events only with --kv-events-config"
+
+
+def test_blocks_outside_of_the_memory_fail_alone(module, daemon):
+    tier = Tier(module, daemon.socket, blocks=4)
+    done = tier.store(KEYS[:3], [3, 4, -2])
+    assert (done.success, done.transfer_bytes) == (False, BLOCK)
+    assert tier.lookup(KEYS[:3]) == ["HIT", "MISS", "MISS"]
+    before = bytes(tier.memory)
+    done = tier.load([KEYS[0]] * 3, [-1, 4, 0])
+    assert not done.success
+    assert tier.block(3) == before[3 * BLOCK :]
     tier.tier.shutdown()
 
 
@@ -212,3 +296,8 @@ def test_eviction_all_the_time_gives_misses_and_no_wrong_byte(module, tmp_path):
 def test_a_wrong_option_is_refused(module):
     with pytest.raises(ValueError, match="unknown option 'root_dir'"):
         Tier(module, "/none", root_dir="/x")
+    with pytest.raises(ValueError, match="enable_kv_events must be true or false, not 1"):
+        Tier(module, "/none", enable_kv_events=1)
+    for locality in ("local", ""):
+        with pytest.raises(ValueError, match=f"locality must be a Locality, LOCAL or REMOTE, not '{locality}'"):
+            Tier(module, "/none", locality=locality)
