@@ -122,9 +122,11 @@ class KvcsTier(SecondaryTierManager):
         return LookupResult.HIT if found else LookupResult.MISS
 
     def there(self, named: list[str]) -> list[bool]:
-        """Which keys hold a block. What has another size is deleted: it would be found again and again, and never read."""
+        """Which keys hold a block. A value of another size, found each time and never read, is deleted."""
         sizes = self.store.sizes(named)
-        wrong = [key for key, size in zip(named, sizes, strict=True) if size not in (0, self.block_size_bytes)]
+        wrong = [
+            key for key, size in zip(named, sizes, strict=True) if size not in (0, self.block_size_bytes)
+        ]
         if wrong:
             self.store.count("wrong_size", len(wrong))
             self.store.remove(wrong)
@@ -183,9 +185,7 @@ class KvcsTier(SecondaryTierManager):
         if is_load and len(done) < len(keys):
             self._lookup.mark_miss([key for key, ok in zip(keys, job.ok, strict=True) if not ok])
         if self._tells and done and not is_load:
-            self._events.append(
-                OffloadingEvent(done, Medium.STORAGE, removed=False, locality=self.locality)
-            )
+            self._events.append(OffloadingEvent(done, Medium.STORAGE, removed=False, locality=self.locality))
         return JobResult(
             job_id=metadata.job_id,
             success=len(done) == len(keys),

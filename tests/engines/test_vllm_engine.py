@@ -22,7 +22,9 @@ pytest.importorskip("vllm")
 
 from tests.engines import without_torchvision  # noqa: F401  # before anything of vLLM's is imported
 from vllm.v1.kv_offload.base import (
+    Locality,
     LookupResult,
+    Medium,
     OffloadingSpec,
     ReqContext,
     ScheduleEndContext,
@@ -48,16 +50,16 @@ def tier_config(daemon: Daemon, **options: Any) -> dict[str, Any]:
     return {"type": "KvcsTier", "module_path": "kvcsfs.connectors.vllm", "socket": daemon.socket} | options
 
 
-def config(extra: dict[str, Any] | None = None, dtype: str = "bfloat16") -> Any:
+def config(extra: dict[str, Any] | None = None, dtype: str = "bfloat16", **others: Any) -> Any:
     return OffloadingConfig(
         groups=(OffloadingGroupConfig(16, ("l0", "l1"), 0),),
         worker_kv_bytes_per_block=BLOCK,
-        enable_kv_cache_events=False,
         extra_config=extra or {},
         engine_id=f"kvcs-test-{uuid.uuid4().hex}",
         model=OffloadingModelConfig("meta-llama/Llama-3-8B", dtype),
         cache=OffloadingCacheConfig(16, 1),
         parallel=OffloadingParallelConfig(0, 1, 1, 1, 1, 1, 0, 1, None, True),
+        **{"enable_kv_cache_events": False} | others,
     )
 
 
@@ -138,8 +140,12 @@ def test_blocks_come_back_to_the_byte_and_a_killed_daemon_is_a_miss(daemon):
     assert np.array_equal(made.memory[[11, 10, 9, 8]], made.memory[:4])
     done = made.run(made.tier.submit_load, [KEYS[0], KEYS[5], KEYS[2]], [4, 5, 6])
     assert (done.success, done.successful_keys) == (False, (KEYS[0], KEYS[2]))
-    other = Tier(tier_config(daemon), Spec(config(dtype="float16")))
-    assert other.look(KEYS[:2]) == ["MISS", "MISS"]
+    others = [
+        Tier(tier_config(daemon), Spec(config(**one)))
+        for one in ({"dtype": "float16"}, {"kv_cache_layout": "LBHNC"})
+    ]
+    for other in others:
+        assert other.look(KEYS[:2]) == ["MISS", "MISS"]
     daemon.kill()
     assert made.look(KEYS[:2]) == ["MISS", "MISS"]
     assert not made.run(made.tier.submit_store, KEYS[5:], [5]).success
@@ -148,24 +154,25 @@ def test_blocks_come_back_to_the_byte_and_a_killed_daemon_is_a_miss(daemon):
     assert made.look(KEYS) == ["HIT"] * 4 + ["MISS"] * 2
     assert made.run(made.tier.submit_load, KEYS[:2], [12, 13]).success
     assert np.array_equal(made.memory[[12, 13]], made.memory[:2])
-    for tier in (made.tier, other.tier):
-        tier.drain_jobs()
-        tier.shutdown()
+    for one in (made, *others):
+        one.tier.drain_jobs()
+        one.tier.shutdown()
 
 
 def test_wrong_options_are_said_in_one_line(daemon):
     with pytest.raises(ValueError, match="unknown option 'root_dir', expected one of socket"):
         Tier(tier_config(daemon, root_dir="/x"))
+    with pytest.raises(ValueError, match="locality must be a Locality, LOCAL or REMOTE, not 'near'"):
+        Tier(tier_config(daemon, locality="near"))
 
 
 # -- vLLM's tiering manager, with the tier below a small primary tier
 
 
 @contextmanager
-def manager(daemon: Daemon, blocks: int) -> Iterator[Any]:
-    spec = TieringOffloadingSpec(
-        config({"cpu_bytes_to_use": blocks * BLOCK, "secondary_tiers": [tier_config(daemon)]})
-    )
+def manager(daemon: Daemon, blocks: int, events: bool = False, **options: Any) -> Iterator[Any]:
+    extra = {"cpu_bytes_to_use": blocks * BLOCK, "secondary_tiers": [tier_config(daemon, **options)]}
+    spec = TieringOffloadingSpec(config(extra, enable_kv_cache_events=events))
     made = spec.get_manager()
     try:
         yield made
@@ -227,6 +234,18 @@ def test_blocks_that_left_the_primary_tier_come_back_from_the_store(daemon):
         reduced = stats.reduce()
         assert any("kvcs_saved" in name for name in reduced)
         assert sum(value for name, value in reduced.items() if "kvcs_hits" in name) >= 16
+
+
+def test_what_was_stored_is_told_through_the_manager(daemon):
+    with manager(daemon, blocks=8, events=True, enable_kv_events=True, locality="LOCAL") as made:
+        request = ReqContext("a")
+        made.on_new_request(request)
+        offload(made, request, KEYS[:3], fill=7)
+        told = [event for event in made.take_events() if event.medium is Medium.STORAGE]
+        assert [(event.keys, event.removed, event.locality) for event in told] == [
+            (KEYS[:3], False, Locality.LOCAL)
+        ]
+        made.on_request_finished(request)
 
 
 def test_eviction_below_and_a_killed_daemon_give_misses_and_no_wrong_byte(tmp_path):

@@ -299,5 +299,7 @@ def test_a_wrong_option_is_refused(module):
     with pytest.raises(ValueError, match="enable_kv_events must be true or false, not 1"):
         Tier(module, "/none", enable_kv_events=1)
     for locality in ("local", ""):
-        with pytest.raises(ValueError, match=f"locality must be a Locality, LOCAL or REMOTE, not '{locality}'"):
+        with pytest.raises(
+            ValueError, match=f"locality must be a Locality, LOCAL or REMOTE, not '{locality}'"
+        ):
             Tier(module, "/none", locality=locality)
