@@ -190,14 +190,19 @@ class Index:
 
 def children_of(entries: SortedDict[str, Any], path: str, after: str | None = None) -> Iterator[str]:
     """Do what `Index.children` does, for any dict ordered by key."""
-    keys = entries.keys()
-    if after is None:
-        i = entries.bisect_left(path)
-    elif after.endswith("/"):
-        i = entries.bisect_left(path + after[:-1] + "0")  # "0" follows "/"
-    else:
-        i = entries.bisect_right(path + after)
-    while i < len(keys) and keys[i].startswith(path):
-        name, below, _ = keys[i][len(path) :].partition("/")
-        yield name + below
-        i = entries.bisect_left(path + name + "0") if below else i + 1
+    start, inclusive = path, True
+    if after is not None and after.endswith("/"):
+        start += after[:-1] + "0"  # "0" follows "/"
+    elif after is not None:
+        start, inclusive = start + after, False
+    below = "/"
+    while below:
+        below = ""
+        for key in entries.irange(start, None, (inclusive, True)):  # far faster than by position
+            if not key.startswith(path):
+                return
+            name, below, _ = key[len(path) :].partition("/")
+            yield name + below
+            if below:
+                start, inclusive = path + name + "0", True
+                break
