@@ -478,9 +478,10 @@ class Engine:
         """Names directly in a directory ("" or ending with "/"), see `Index.children`. Renews nothing."""
         return list(itertools.islice(self.volumes.at(index).catalog.index.children(directory, after), limit))
 
-    async def is_directory(self, index: int, path: str) -> bool:
-        """Whether keys lie below `path`, which is "" or ends with a slash."""
-        return self.volumes.at(index).catalog.index.is_directory(path)
+    async def look_many(self, index: int, names: Sequence[str]) -> list[tuple[Entry | None, bool]]:
+        """Do what `find` does for many keys, and tell of each whether it is a directory: keys lie below it."""
+        tree = self.volumes.at(index).catalog.index
+        return [(tree.get(name), tree.is_directory(name + "/")) for name in names]
 
     async def evict(self, index: int, prefix: str, target: int) -> tuple[int, int]:
         """Evict below a prefix; returns entries and charged bytes."""

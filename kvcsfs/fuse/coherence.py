@@ -112,7 +112,7 @@ class Coherence:
 
     async def _check_directory(self, index: int, path: str) -> None:
         inodes = self._tree.inodes
-        there = await self._tree.is_directory(index, path)
+        ((_, there),) = await self._tree.look(index, [path[:-1]])
         node = inodes.directories.get((index, path))
         if node is not None and not there:
             inodes.outdate(node)

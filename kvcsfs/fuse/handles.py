@@ -27,7 +27,7 @@ class DirectoryHandle:
     """
 
     node: Directory
-    names: list[str] = dataclasses.field(default_factory=list)
+    names: list[bytes] = dataclasses.field(default_factory=list)
     last: str | None = None
     complete: bool = False
     chunks: set[str] = dataclasses.field(default_factory=set)

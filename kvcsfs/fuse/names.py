@@ -11,8 +11,8 @@ Every name is as its component, but for those that a path can't hold. `%` and on
 
 from __future__ import annotations
 
-import dataclasses
 import enum
+from typing import NamedTuple
 
 MAX_NAME_BYTES = 255  # NAME_MAX
 CHUNK_BYTES = 250
@@ -28,8 +28,7 @@ class Kind(enum.Enum):
     CHUNK = "the beginning of a long component"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Name:
+class Name(NamedTuple):
     """A decoded name: the component, or with CHUNK what is known of it so far."""
 
     kind: Kind
@@ -58,6 +57,8 @@ def decode(name: str, partial: str = "", top: bool = False) -> Name | None:
 
     `partial` is what the directory holds of a long component, "" in others.
     """
+    if name[:1] not in ("%", ".", "") and not partial:  # as most are: no form, and itself
+        return Name(Kind.NAME, name) if len(name.encode()) <= MAX_NAME_BYTES else None
     form, component = name[:2], partial + name[2:]
     if form == "%+":
         full = len(name[2:].encode()) > CHUNK_BYTES - 4  # a character of 4 bytes didn't fit any more

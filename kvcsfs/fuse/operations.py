@@ -246,21 +246,17 @@ class Operations(pyfuse3.Operations):
         if start_id == 0:
             handle.rewind()
         position = start_id
-        while True:
+        while position < len(handle.names) or not handle.complete:
             if position >= len(handle.names):
-                if handle.complete:
-                    return
                 await self._tree.more(handle)
-                continue
-            raw = handle.names[position].encode()
-            position += 1
-            node = await self._tree.lookup(handle.node, raw)
-            if node is None:  # it went since its name was read
-                continue
-            if not pyfuse3.readdir_reply(token, FileNameT(raw), self._attributes(node), position):
-                self._inodes.drop_unused(node)
-                return
-            node.lookups += 1
+            for raw, node in await self._tree.listed(handle, position):
+                position += 1
+                if node is None:  # it went since its name was read
+                    continue
+                if not pyfuse3.readdir_reply(token, FileNameT(raw), self._attributes(node), position):
+                    self._inodes.drop_unused(node)
+                    return
+                node.lookups += 1
 
     @posix_errors
     async def releasedir(self, fh: FileHandleT) -> None:

@@ -95,30 +95,35 @@ class Usual:
         if isinstance(node, Link):
             return self._of_link(node)
         attr = EntryAttributes()
-        usual = self.of(node.key if isinstance(node, File) else node.path)
         attr.st_ino = pyfuse3.InodeT(node.number)
         attr.entry_timeout = attr.attr_timeout = TIMEOUT
-        attr.st_uid, attr.st_gid = recorded.get("uid", usual.owner), recorded.get("gid", usual.group)
         attr.st_blksize = IO_BYTES
-        # One link for a directory, as btrfs has: `find` must not conclude from the number that it has no directories.
-        attr.st_nlink = 0 if isinstance(node, File) and node.gone else 1
         created = used = self.started_ns
         if isinstance(node, File):
-            mode = stat.S_IFREG | recorded.get("mode", file_mode(usual))
+            usual = self.of(node.key)
+            kind, mode = stat.S_IFREG, file_mode(usual)
             if node.writer is not None:
                 created = used = node.writer.mtime_ns
                 if recorded.get("ctime_ns", 0) < created:  # times that were set before the last write
                     recorded = {k: v for k, v in recorded.items() if not k.endswith("time_ns")}
             elif node.entry is not None:
                 created, used = int(node.entry.created * 1e9), int(node.entry.used * 1e9)
-            attr.st_size = node.size
-            attr.st_blocks = charge(node.size) // 512 if node.size else 0
+            attr.st_size = size = node.size
+            attr.st_blocks = charge(size) // 512 if size else 0
+            attr.st_nlink = 0 if node.gone else 1
         else:
-            mode = stat.S_IFDIR | recorded.get("mode", usual.mode)
-        attr.st_mode = pyfuse3.ModeT(mode)
-        attr.st_mtime_ns = recorded.get("mtime_ns", created)
-        attr.st_ctime_ns = max(recorded.get("ctime_ns", 0), created)
-        attr.st_atime_ns = recorded.get("atime_ns", used)
+            attr.st_nlink = 1  # as btrfs has: `find` must not conclude from it that there are no directories
+            usual = self.of(node.path)
+            kind, mode = stat.S_IFDIR, usual.mode
+        uid, gid, modified, changed = usual.owner, usual.group, created, created
+        if recorded:  # of most files nothing is
+            uid, gid = recorded.get("uid", uid), recorded.get("gid", gid)
+            mode = recorded.get("mode", mode)
+            modified = recorded.get("mtime_ns", created)
+            changed = max(recorded.get("ctime_ns", 0), created)
+            used = recorded.get("atime_ns", used)
+        attr.st_uid, attr.st_gid, attr.st_mode = uid, gid, pyfuse3.ModeT(kind | mode)
+        attr.st_mtime_ns, attr.st_ctime_ns, attr.st_atime_ns = modified, changed, used
         return attr
 
     def _of_link(self, link: Link) -> EntryAttributes:

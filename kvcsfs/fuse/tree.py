@@ -6,6 +6,7 @@ import errno
 import heapq
 import itertools
 import time
+from collections.abc import Iterator
 
 from pyfuse3 import FUSEError
 
@@ -19,6 +20,7 @@ from kvcsfs.fuse.inodes import HUB, Directory, File, Inodes, Node
 from kvcsfs.fuse.names import Kind, Name
 
 PAGE = 256  # names fetched at once: below a millisecond of the loop
+LOOK = 64  # names looked up at once for a reply, of which the last are looked up in vain
 
 
 class Tree:
@@ -81,21 +83,28 @@ class Tree:
         """The node of a name in a directory."""
         if parent.index == HUB:
             return self._mountpoint(parent, raw)
-        if parent is self.inodes.root and raw == names.MOUNTPOINTS.encode():
-            return self.inodes.directory(HUB, "", parent, raw)
         name = self.decode(parent, raw)
+        path = parent.base + name.component if name is not None else ""
+        ((entry, is_directory),) = await self.look(parent.index, [path])
+        return self._node(parent, raw, name, path, entry, is_directory)
+
+    def _node(
+        self,
+        parent: Directory,
+        raw: bytes,
+        name: Name | None,
+        path: str,
+        entry: Entry | None,
+        is_directory: bool,
+    ) -> Node | None:
         if name is None:
-            return None
-        path = parent.base + name.component
+            is_hub = parent is self.inodes.root and raw == names.MOUNTPOINTS.encode()
+            return self.inodes.directory(HUB, "", parent, raw) if is_hub else None
         if name.kind is Kind.CHUNK:
             return self.inodes.directory(parent.index, path, parent, raw)
-        if await self.is_directory(parent.index, path + "/") != (name.kind is Kind.CLASH):
-            return (
-                None
-                if name.kind is Kind.CLASH
-                else self.inodes.directory(parent.index, path + "/", parent, raw)
-            )
-        return await self.file(parent, raw, path)
+        if is_directory == (name.kind is Kind.CLASH):
+            return self._file(parent, raw, path, entry)
+        return self.inodes.directory(parent.index, path + "/", parent, raw) if is_directory else None
 
     def path_of_new(self, parent: Directory, raw: bytes, suffix: str = "") -> str:
         """The key, or with "/" the directory, that a name which isn't there yet stands for."""
@@ -119,13 +128,20 @@ class Tree:
             return self.inodes.directory(int(raw), "", hub, raw)
         return None
 
-    async def is_directory(self, index: int, path: str) -> bool:
-        """Whether a directory is there."""
-        return await self.engine.is_directory(index, path) or self.peek(index).is_directory(path)
+    async def look(self, index: int, paths: list[str]) -> list[tuple[Entry | None, bool]]:
+        """The entries of keys, and whether directories are there that have their names."""
+        looked = await self.engine.look_many(index, paths)
+        namespace = self.peek(index)
+        return [
+            (entry, is_directory or namespace.is_directory(path + "/"))
+            for path, (entry, is_directory) in zip(paths, looked, strict=True)
+        ]
 
     async def file(self, parent: Directory, raw: bytes, key: str) -> File | None:
         """The node of a key, if there is a file."""
-        entry = await self.engine.find(parent.index, key)
+        return self._file(parent, raw, key, await self.engine.find(parent.index, key))
+
+    def _file(self, parent: Directory, raw: bytes, key: str, entry: Entry | None) -> File | None:
         node = self.inodes.files.get((parent.index, key))
         if node is not None and not node.lock.locked() and self.is_stale(node, entry):
             self.inodes.lose(node, self.recorded(node))
@@ -157,7 +173,7 @@ class Tree:
         """Fetch the next page of names of an open directory."""
         node = handle.node
         if node.index == HUB:
-            handle.names = [str(i) for i in range(self._mountpoints)]
+            handle.names = [b"%d" % i for i in range(self._mountpoints)]
             handle.complete = True
             return
         found = await self._page(node, handle.last, PAGE)
@@ -165,25 +181,47 @@ class Tree:
         if found:
             handle.last = found[-1]
         if node is self.inodes.root and not handle.names and self._mountpoints > 1:
-            handle.names.append(names.MOUNTPOINTS)
-        for component in found:
-            if name := await self._shown(handle, component):
-                handle.names.append(name)
+            handle.names.append(names.MOUNTPOINTS.encode())
+        components = [component.removesuffix("/") for component in found]
+        looked = await self.look(node.index, [node.base + component for component in components])
+        for name, component, (_, is_directory) in zip(found, components, looked, strict=True):
+            if shown := self._shown(handle, component, is_directory and name == component):
+                handle.names.append(shown.encode())
+
+    async def listed(self, handle: DirectoryHandle, position: int) -> Iterator[tuple[bytes, Node | None]]:
+        """Some of the names that were fetched, from a position on, with what they stand for now.
+
+        Each node is made when the iterator comes to it: it must do that before the next await.
+        """
+        parent = handle.node
+        raws = handle.names[position : position + LOOK]
+        if parent.index == HUB:
+            return ((raw, self._mountpoint(parent, raw)) for raw in raws)
+        base = parent.base
+        decoded = [self.decode(parent, raw) for raw in raws]
+        paths = [base + name.component if name is not None else "" for name in decoded]
+        looked = await self.look(parent.index, paths)
+        return (
+            (raw, self._node(parent, raw, name, path, entry, is_directory))
+            for raw, name, path, (entry, is_directory) in zip(raws, decoded, paths, looked, strict=True)
+        )
 
     async def _page(self, node: Directory, after: str | None, limit: int) -> list[str]:
         """Components that follow `after`, those of directories with a slash behind them."""
         base, partial = node.base, node.partial
         start = after if after is not None else partial or None
-        of_keys = await self.engine.children(node.index, base, start, limit)
-        of_records = itertools.islice(self.peek(node.index).children(base, start), limit)
-        merged = itertools.islice((n for n, _ in itertools.groupby(heapq.merge(of_keys, of_records))), limit)
-        return list(itertools.takewhile(lambda n: n.startswith(partial), merged))
+        found = await self.engine.children(node.index, base, start, limit)
+        of_records = list(itertools.islice(self.peek(node.index).children(base, start), limit))
+        if of_records:
+            found = [n for n, _ in itertools.groupby(heapq.merge(found, of_records))][:limit]
+        return list(itertools.takewhile(lambda n: n.startswith(partial), found)) if partial else found
 
-    async def _shown(self, handle: DirectoryHandle, component: str) -> str | None:
+    def _shown(self, handle: DirectoryHandle, component: str, clash: bool) -> str | None:
         """The name that stands for a component in a directory; one for all that lie deeper below it."""
-        node, plain = handle.node, component.removesuffix("/")
-        clash = plain == component and await self.is_directory(node.index, node.base + plain + "/")
-        encoded = names.encode_clash(plain) if clash else names.encode(plain, self._is_top(node))
+        node = handle.node
+        encoded = names.encode_clash(component) if clash else names.encode(component, self._is_top(node))
+        if len(encoded) == 1 and not node.partial:
+            return encoded[0]
         depth = len(names.chunks(node.partial)) if node.partial else 0
         if depth >= len(encoded) or "".join(name[2:] for name in encoded[:depth]) != node.partial:
             return None

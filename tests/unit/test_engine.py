@@ -549,8 +549,8 @@ async def test_listing_and_children(tmp_path):
         assert [e.key for e in await engine.page(0, "a/", "a/1", 5)] == ["a/b/2"]
         assert await engine.children(0, "", "", 5) == ["a/", "c"]
         assert await engine.children(0, "a/", "1", 5) == ["b/"]
-        assert await engine.is_directory(0, "a/b/")
-        assert not await engine.is_directory(0, "c/")
+        entry = await engine.find(0, "c")
+        assert await engine.look_many(0, ["a/b", "c", "d"]) == [(None, True), (entry, False), (None, False)]
         assert [e.key for e in engine.volumes[0].catalog.victims()] == before
 
 
