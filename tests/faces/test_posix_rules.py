@@ -38,9 +38,8 @@ pytestmark = [
 
 @pytest.fixture
 def mount(tmp_path: Path) -> Iterator[Path]:
-    os.chmod(tmp_path, 0o711)
-    for parent in tmp_path.parents[:2]:
-        os.chmod(parent, 0o711)
+    for directory in (tmp_path, *tmp_path.parents[:2]):  # others must come through; it may be /tmp
+        os.chmod(directory, directory.stat().st_mode | 0o011)
     (tmp_path / "data").mkdir()
     (tmp_path / "kvcsfs.toml").write_text(CONFIG.format(folder=tmp_path, alice=ALICE, ml=ML))
     command = [sys.executable, "-m", "kvcsfs.cli", "serve", "--config", str(tmp_path / "kvcsfs.toml")]
