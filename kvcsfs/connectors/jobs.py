@@ -26,6 +26,10 @@ class Job(Generic[T]):
         self.ok[place] = ok
         self._left -= 1
 
+    def settle_all(self, ok: list[bool]) -> None:
+        self.ok, self._left = ok, 0
+        self.seconds = time.monotonic() - self._start
+
 
 class Jobs(Generic[T]):
     """Jobs under way and jobs that ended. Any thread may settle a value.
@@ -57,8 +61,12 @@ class Jobs(Generic[T]):
             self._finish(job)
 
     def settle_all(self, job: Job[T], ok: list[bool]) -> None:
-        for place, done in enumerate(ok):
-            self.settle(job, place, done)
+        """`settle` for all of a job's values, of which none is settled yet."""
+        if not ok:
+            return
+        with self._changed:
+            job.settle_all(ok)
+        self._finish(job)
 
     def take(self) -> list[Job[T]]:
         """The jobs that ended since the last call."""

@@ -38,8 +38,13 @@ def _space(model: str, version: str, group: int, rank: int) -> KeySpace:
 
 def _shape(memory: Any) -> bytes:
     """A hash of what an object's bytes mean; another dtype of the same size must not be taken for this one."""
-    shape = ([list(s) for s in memory.get_shapes()], [str(d) for d in memory.get_dtypes()])
-    return hashlib.blake2b(repr(shape).encode(), digest_size=SHAPE_BYTES).digest()
+    return _hash(tuple(map(tuple, memory.get_shapes())), tuple(memory.get_dtypes()))
+
+
+@lru_cache(maxsize=256)  # all objects of a layout have the same, but for a prompt's last one
+def _hash(shapes: tuple[Any, ...], dtypes: tuple[Any, ...]) -> bytes:
+    text = repr(([list(s) for s in shapes], [str(d) for d in dtypes]))
+    return hashlib.blake2b(text.encode(), digest_size=SHAPE_BYTES).digest()
 
 
 class _Kind:

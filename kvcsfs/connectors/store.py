@@ -171,7 +171,10 @@ class Store:
         )
 
     def _saved(self, status: int, on_done: Callable[[bool], None]) -> None:
-        self._look_at("save", [status])
+        if status:
+            self._look_at("save", [status])
+        else:  # as that counts it; called for each value, while others are written
+            self.count("saved")
         on_done(status == 0)
 
     def _attempt(self, op: str, keys: Sequence[str], call: Callable[[], R]) -> R | None:

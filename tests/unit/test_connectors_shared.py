@@ -163,12 +163,17 @@ def test_a_job_ends_with_its_last_value():
     jobs.settle(job, 0, ok=False)
     assert ([(j.tag, j.ok) for j in jobs.take()], ends, jobs.wait(0)) == ([("a", [False, True])], [1], True)
     assert jobs.take() == []
+    jobs.settle_all(jobs.start("b", 3), [True, False, True])
+    (ended,) = jobs.take()
+    assert (ended.tag, ended.ok, ends, jobs.wait(0)) == ("b", [True, False, True], [1, 1], True)
+    assert ended.seconds > 0
 
 
-def test_a_job_of_nothing_has_ended():
-    jobs: Jobs[str] = Jobs()
-    jobs.start("a", 0)
-    assert [j.ok for j in jobs.take()] == [[]]
+def test_a_job_of_nothing_ends_once():
+    ends = []
+    jobs: Jobs[str] = Jobs(lambda: ends.append(1))
+    jobs.settle_all(jobs.start("a", 0), [])
+    assert ([j.ok for j in jobs.take()], ends) == ([[]], [1])
 
 
 # -- the store
