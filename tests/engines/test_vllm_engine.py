@@ -166,6 +166,14 @@ def test_wrong_options_are_said_in_one_line(daemon):
         Tier(tier_config(daemon, locality="near"))
 
 
+def test_options_of_vllms_own_tiers(daemon):
+    options = {"locality": "REMOTE", "backpressure": {"backpressure_cls": "EMABackpressureDetector"}}
+    made = Tier(tier_config(daemon, **options))
+    assert made.tier.locality is Locality.REMOTE
+    assert not made.tier.bp_detector.is_under_pressure()
+    made.tier.shutdown()
+
+
 # -- vLLM's tiering manager, with the tier below a small primary tier
 
 
