@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Self, TypeAlias, cast
 
+from xxhash import xxh3_128, xxh3_128_digest
+
 from kvcsfs.sdk.results import Buffer
 
 Target: TypeAlias = "bytearray | memoryview | list[memoryview]"  # bytes, C-contiguous, writable
@@ -119,6 +121,16 @@ def size_of(memory: Target | Source) -> int:
 
 def views_of(memory: Target | Source) -> list[memoryview]:
     return memory if isinstance(memory, list) else [memoryview(memory)]
+
+
+def digest_of(memory: Target | Source) -> bytes:
+    """xxh3-128 of the bytes, joined."""
+    if not isinstance(memory, list):
+        return xxh3_128_digest(memory)
+    hasher = xxh3_128()
+    for view in memory:
+        hasher.update(view)
+    return hasher.digest()
 
 
 def cut(views: list[memoryview], start: int, size: int, limit: int) -> list[memoryview]:

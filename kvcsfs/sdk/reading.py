@@ -11,10 +11,10 @@ import errno
 import os
 from collections.abc import Callable, Sequence
 
-from xxhash import xxh3_128, xxh3_128_digest
+from xxhash import xxh3_128
 
 from kvcsfs import wire
-from kvcsfs.sdk.buffers import Pages, Target, cut, size_of, uninitialised, views_of
+from kvcsfs.sdk.buffers import Pages, Target, cut, digest_of, size_of, uninitialised, views_of
 from kvcsfs.sdk.transfer import IOV_MAX, RANGE_BYTES, WHOLE_BYTES, Piece, Seat, Transfer, group, ranges
 from kvcsfs.sdk.workers import BOUNCE_BYTES, CHUNK_BYTES, Pool, bounce_buffer
 
@@ -101,7 +101,7 @@ class Reading(Transfer):
 
     def _read_run(self, seat: Seat, hits: Hits, first: int, end: int) -> None:
         """Read values `first` .. `end - 1` of the hits. The hot loop: per key one system call and little else."""
-        preadv, digest, flags, verify = os.preadv, xxh3_128_digest, self._flags, hits.verify
+        preadv, flags, verify = os.preadv, self._flags, hits.verify
         sizes, fds, places, statuses, checksums = (
             hits.sizes,
             hits.fds,
@@ -120,18 +120,20 @@ class Reading(Transfer):
                 target = data[places[j]] = uninitialised(size)
             else:
                 target = targets[j]
-            if size > step or self._direct or isinstance(target, list) or len(target) < size:
+            room = size_of(target)
+            parts = target if isinstance(target, list) else (target,)
+            if size > step or self._direct or room < size or len(parts) > IOV_MAX:
                 self._read_steps(hits, j, step)
                 continue
-            if len(target) > size:
-                target = memoryview(target)[:size]
+            if room > size:
+                target = parts = cut(views_of(target), 0, size, IOV_MAX)
             try:
-                n = preadv(fds[j], (target,), 0, flags)
+                n = preadv(fds[j], parts, 0, flags)
             except OSError:  # EAGAIN: not cached; EOPNOTSUPP: the file system can't tell
                 n = 0
             if n != size:
                 self._read_later(hits, j, views_of(target), xxh3_128() if verify else None, 0)
-            elif verify and digest(target) != checksums[16 * j : 16 * j + 16]:
+            elif verify and digest_of(target) != checksums[16 * j : 16 * j + 16]:
                 self._miss(hits, j)
             else:
                 statuses[places[j]] = size

@@ -170,6 +170,8 @@ class Transfer:
         return True
 
     def _step_slowly(self, seat: Seat) -> bool:
+        if not self._slow:
+            return False
         begin, busy = time.perf_counter(), time.thread_time()
         stepped = self._step(self._slow, seat)
         if time.thread_time() - busy < BUSY_SHARE * (time.perf_counter() - begin):

@@ -6,10 +6,10 @@ import errno
 import os
 from collections.abc import Callable, Sequence
 
-from xxhash import xxh3_128, xxh3_128_digest
+from xxhash import xxh3_128
 
 from kvcsfs import wire
-from kvcsfs.sdk.buffers import Source, cut, size_of, views_of
+from kvcsfs.sdk.buffers import Source, cut, digest_of, size_of, views_of
 from kvcsfs.sdk.transfer import (
     IOV_MAX,
     PENDING,
@@ -80,20 +80,22 @@ class Writing(Transfer):
         return [(self._hash_all, (slots, j, views)), *pieces]
 
     def _write_run(self, _seat: Seat, slots: Slots, first: int, end: int) -> None:
-        pwritev, digest, fds = os.pwritev, xxh3_128_digest, slots.fds
+        pwritev, fds = os.pwritev, slots.fds
         sources, digests, statuses = slots.sources, slots.digests, slots.statuses
         for j in range(first, end):
             if self._closed:
                 return
             source = sources[j]
+            parts = source if isinstance(source, list) else (source,)
+            size = size_of(source)
             try:
                 if (
-                    not isinstance(source, list)
-                    and len(source) <= CHUNK_BYTES
+                    size <= CHUNK_BYTES
                     and not self._align
-                    and pwritev(fds[j], (source,), 0) == len(source)
+                    and len(parts) <= IOV_MAX
+                    and pwritev(fds[j], parts, 0) == size
                 ):
-                    digests[j] = digest(source)
+                    digests[j] = digest_of(source)
                     statuses[j] = 0
                     continue
                 written = self._write_steps(slots, j)
