@@ -122,13 +122,20 @@ class KvcsPrefixCache:
         layers = [self._empty(shape, len(keys)) for shape in shapes]
         expected = self._header(shapes)
         headers = [bytearray(len(expected)) for _ in keys]
-        buffers = [[header, *self._pieces(layers, i)] for i, header in enumerate(headers)]
+        pieces = self._pieces(layers, range(len(keys)))
+        buffers = [[header, *rest] for header, rest in zip(headers, pieces, strict=True)]
         loaded = self._store.load(keys, buffers)
         run = leading_run(ok and header == expected for ok, header in zip(loaded, headers, strict=True))
-        for i, (k, v) in enumerate(layers if run else ()):
-            end = run * self._block
-            cache.update(k[:, :, :end], v[:, :, :end], i)
+        for i, layer in enumerate(layers if run else ()):
+            self._give(cache, i, *layer, run * self._block)
         return cache
+
+    def _give(self, cache: DynamicCache, i: int, k: Any, v: Any, length: int) -> None:
+        """Make tensors the cache's layer `i` as they are: `update` copies all that it is given, into fresh memory."""
+        cache.update(k[:, :, :0], v[:, :, :0], i)  # makes the layer
+        if length < k.shape[2]:  # fewer blocks than the query had named; the rest need not stay in memory
+            k, v = k[:, :, :length].contiguous(), v[:, :, :length].contiguous()
+        cache.layers[i].keys, cache.layers[i].values = k, v
 
     def _empty(self, shape: Shape, blocks: int) -> tuple[Any, Any]:
         heads, of_key, of_value = shape
@@ -162,8 +169,12 @@ class KvcsPrefixCache:
         self._shapes, header = shapes, self._header(shapes)
         keys = self._keys(tokens[: min(k.shape[2] for k, _ in layers)])
         done = _Keep(layers)
-        blocks = range(self._store.match(keys), len(keys))
-        return sum(self._store.save_later(keys[i], [header, *self._pieces(layers, i)], done) for i in blocks)
+        new = self._store.match(keys)
+        pieces = self._pieces(layers, range(new, len(keys)))
+        return sum(
+            self._store.save_later(key, [header, *rest], done)
+            for key, rest in zip(keys[new:], pieces, strict=True)
+        )
 
     def _layers(self, cache: DynamicCache) -> list[tuple[Any, Any]]:
         """Keys and values of each layer; empty for a cache whose tokens can't be told apart by place."""
@@ -189,13 +200,12 @@ class KvcsPrefixCache:
         )
         return header + bytes(-len(header) % 64)
 
-    def _pieces(self, layers: list[tuple[Any, Any]], block: int) -> list[memoryview]:
-        """Where the block's bytes lie: keys and values of each layer, each head a piece."""
-        pieces = []
+    def _pieces(self, layers: list[tuple[Any, Any]], blocks: range) -> list[list[memoryview]]:
+        """Where each block's bytes lie: keys and values of each layer, each head a piece."""
+        heads: list[tuple[memoryview, int]] = []  # tensors are slow to ask: once, not for each block
         for tensor in (t for layer in layers for t in layer):
-            _, heads, length, dimension = tensor.shape
-            row = dimension * tensor.element_size()
-            memory = view_of(tensor)
-            starts = ((head * length + block * self._block) * row for head in range(heads))
-            pieces += [memory[start : start + self._block * row] for start in starts]
-        return pieces
+            _, count, length, dimension = tensor.shape
+            memory, row = view_of(tensor), dimension * tensor.element_size()
+            whole, size = length * row, self._block * row
+            heads += [(memory[head * whole : (head + 1) * whole], size) for head in range(count)]
+        return [[head[i * size : (i + 1) * size] for head, size in heads] for i in blocks]

@@ -88,6 +88,31 @@ def test_a_prefix_is_restored_to_the_byte_in_a_new_process_of_the_model(module, 
         reader.close()
 
 
+def test_blocks_are_read_to_where_they_stay(module, daemon):
+    prefixes = module.KvcsPrefixCache(model(), block_tokens=16, socket=daemon.socket)
+    prefixes.save(TOKENS, computed(TOKENS))
+    assert prefixes.flush(30)
+    restored = prefixes.restore(TOKENS)
+    assert (restored.get_seq_length(), restored.copied_tokens) == (64, 0)
+    prefixes.close()
+
+
+def test_a_block_evicted_between_query_and_read_ends_the_prefix(module, daemon):
+    prefixes = module.KvcsPrefixCache(model(), block_tokens=16, socket=daemon.socket)
+    prefixes.save(TOKENS, computed(TOKENS))
+    assert prefixes.flush(30)
+    match = prefixes._store.match
+
+    def evicted_afterwards(keys: list[str]) -> int:
+        found: int = match(keys)
+        prefixes._store.remove(keys[2:3])
+        return found
+
+    prefixes._store.match = evicted_afterwards
+    assert contents(prefixes.restore(TOKENS)) == contents(computed(TOKENS[:32]))
+    prefixes.close()
+
+
 def test_one_token_is_left_to_compute(module, daemon):
     prefixes = module.KvcsPrefixCache(model(), block_tokens=16, socket=daemon.socket)
     prefixes.save(TOKENS[:32], computed(TOKENS[:32]))
