@@ -1,13 +1,17 @@
 """llama.cpp: keeps a server's slot states in the store by prefix of the prompt, and restores the longest.
 
-The server writes and reads its slot files on the mount; one query of the SDK says which prefixes there are. Needs
-`llama-server --slots --slot-save-path <slot_directory>`. Source: llama.cpp, tools/server/README.md.
+The server writes a slot file in pieces of 8 to 64 KiB, each of which would be a request to the mount. So a state passes
+through a file in memory, from and to which the SDK moves it as one value. Needs
+`llama-server --slots --slot-save-path <slots>`. Source: llama.cpp, tools/server/README.md.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
+import mmap
+import os
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +31,7 @@ class LlamaPrefixCache:
         self,
         server: str,
         model: str,
+        slots: str | os.PathLike[str],
         *,
         dtype: str = "f16",
         layout: str = "any",
@@ -39,25 +44,28 @@ class LlamaPrefixCache:
 
         Args:
             model: stands for the weights and their quantisation.
+            slots: the server's `--slot-save-path`, best in memory (tmpfs); made if it isn't there. One state at a time
+                is in it.
             dtype, layout: of its KV cache (`--cache-type-k`), and what else its slot files depend on.
             step_tokens: prefixes are stored at this length and its doublings, and at their full length.
             request_s: how long one request to the server may take; a prompt is computed within it.
             options: see `Settings`.
         Raises:
-            ValueError: a model without a name, a step below 1, an option that can't be used.
+            ValueError: a model without a name, a directory that can't be made, a step below 1, an option that
+                can't be used.
         """
         if step_tokens < 1:
             raise ValueError(f"step_tokens must be at least 1, not {step_tokens}")
         settings = Settings.take(options)
         self._space = KeySpace(model, settings.version, "llama.cpp", dtype, layout, "all")
         self._url, self._slot, self._step, self._seconds = server.rstrip("/"), slot, step_tokens, request_s
+        try:
+            Path(slots).mkdir(parents=True, exist_ok=True)
+        except OSError as exc:
+            raise ValueError(f"slots: {os.fspath(slots)}: {exc.strerror}") from exc
+        # The same after a restart, which so leaves nothing behind; another server's slot has another.
+        self._file = Path(slots) / f"kvcs-{hashlib.sha256(f'{self._url} {slot}'.encode()).hexdigest()[:16]}"
         self._store = Store(settings)
-
-    def slot_directory(self, mount: Path) -> Path:
-        """The directory of the mount that the server must have as its `--slot-save-path`; made if it isn't there."""
-        directory = mount / self._space.prefix
-        directory.mkdir(parents=True, exist_ok=True)
-        return directory
 
     def warm(self, tokens: Sequence[int]) -> int:
         """Make the slot hold the state of `tokens`, computing what no stored prefix has; that prefix's length.
@@ -66,12 +74,15 @@ class LlamaPrefixCache:
         slot holds less, and the next completion computes it.
         """
         lengths = self._lengths(len(tokens))
-        names = prefix_hashes(tokens, lengths)
-        found = self._store.exists([self._space.key(name) for name in names])
-        known = self._restore([(n, name) for n, name, ok in zip(lengths, names, found, strict=True) if ok])
-        for length, name, there in zip(lengths, names, found, strict=True):
-            if length > known and not (self._compute(tokens[:length]) and (there or self._save(name))):
-                break
+        keys = [self._space.key(name) for name in prefix_hashes(tokens, lengths)]
+        sizes = self._store.sizes(keys)
+        known = self._restore([state for state in zip(lengths, keys, sizes, strict=True) if state[2]])
+        for length, key, size in zip(lengths, keys, sizes, strict=True):
+            if length > known:
+                if not self._compute(tokens[:length]):
+                    break
+                if not size:
+                    self._save(key)
         return known
 
     def erase(self) -> bool:
@@ -92,15 +103,37 @@ class LlamaPrefixCache:
             length *= 2
         return [*lengths, tokens] if tokens else []
 
-    def _restore(self, found: list[tuple[int, str]]) -> int:
+    def _restore(self, found: list[tuple[int, str, int]]) -> int:
         """Fill the slot from the longest prefix that can be read; its length."""
-        for length, name in reversed(found):
-            if self._post(f"/slots/{self._slot}?action=restore", {"filename": name}):
+        for length, key, size in reversed(found):
+            try:
+                done = self._fill(key, size)
+            except OSError as exc:
+                self._store.note("restore", 1, str(exc))
+                continue
+            if done:
                 self._store.count("restored")
                 return length
-            self._store.count("misses")  # evicted since
-            self.erase()  # what a failed restore leaves is not known
         return 0
+
+    def _fill(self, key: str, size: int) -> bool:
+        """Fill the slot from one value; False if that was evicted since, or the server doesn't take it."""
+        try:
+            if not self._load(key, size):
+                return False
+            if self._post_slot("restore"):
+                return True
+            self.erase()  # what a failed restore leaves is not known
+            return False
+        finally:
+            self._file.unlink(missing_ok=True)
+
+    def _load(self, key: str, size: int) -> bool:
+        """Read a value into the slot file. Raises OSError: no room for it."""
+        with self._file.open("w+b") as file:
+            os.posix_fallocate(file.fileno(), 0, size)  # else no room is a SIGBUS in the mapping
+            memory = mmap.mmap(file.fileno(), size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        return self._store.load([key], [memory])[0]
 
     def _compute(self, tokens: Sequence[int]) -> bool:
         request = {"prompt": list(tokens), "n_predict": 0, "cache_prompt": True, "id_slot": self._slot}
@@ -108,10 +141,30 @@ class LlamaPrefixCache:
         self._store.count("computed", int(done))
         return done
 
-    def _save(self, name: str) -> bool:
-        done = self._post(f"/slots/{self._slot}?action=save", {"filename": name})
-        self._store.count("saved" if done else "save_failed")
-        return True  # the state is computed all the same
+    def _save(self, key: str) -> None:
+        try:
+            state = self._state()
+        except (OSError, ValueError) as exc:  # ValueError: it is empty
+            self._store.note("save", 1, f"{exc}; is {self._file.parent} the server's --slot-save-path?")
+            return
+        if state is None:
+            self._store.count("save_failed")
+            return
+        self._store.save([key], [state])
+
+    def _state(self) -> mmap.mmap | None:
+        """The slot's state, as the server writes it; None if it doesn't."""
+        try:
+            if not self._post_slot("save"):
+                return None
+            with self._file.open("rb") as file:
+                flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+                return mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ)
+        finally:
+            self._file.unlink(missing_ok=True)  # from here on nobody cuts it under the mapping
+
+    def _post_slot(self, action: str) -> bool:
+        return self._post(f"/slots/{self._slot}?action={action}", {"filename": self._file.name})
 
     def _post(self, path: str, body: dict[str, Any]) -> bool:
         request = urllib.request.Request(  # noqa: S310  # the address is the operator's own

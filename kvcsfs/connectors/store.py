@@ -18,7 +18,6 @@ from kvcsfs.sdk import KvcsLowLevelClient, LLBatchOptions, LLGetItemOpt, LLPutIt
 
 log = logging.getLogger("kvcs.connectors")
 
-MAX_VALUE_BYTES = 1 << 30  # the SDK's 4 MiB is less than a block of a large model
 MAX_KEY_BYTES = 1024
 WARN_SECONDS = 60.0
 
@@ -35,7 +34,7 @@ class Store:
         self.settings = settings
         self.client = KvcsLowLevelClient(
             settings.socket or None,
-            max_value_size=MAX_VALUE_BYTES,
+            max_value_size=wire.MAX_VALUE_BYTES,  # the SDK's 4 MiB is less than a block of a large model
             max_key_size=MAX_KEY_BYTES,
             get_workers=settings.get_workers,
             set_workers=settings.set_workers,
@@ -147,7 +146,16 @@ class Store:
     def mishap(self, op: str, keys: int) -> None:
         """In an exception handler: count and log what the engine's own objects raised, as `errors`."""
         self.count("errors")
-        self._note(op, keys, "a bug, or an engine that this connector does not know", exc_info=True)
+        self.note(op, keys, "a bug, or an engine that this connector does not know", exc_info=True)
+
+    def note(self, op: str, keys: int, why: str, *, exc_info: bool = False) -> None:
+        """Count, and say it once a minute: an engine asks hundreds of times a second."""
+        self.count(f"{op}_failed", keys)
+        now = time.monotonic()
+        if now >= self._warn_again:
+            self._warn_again = now + WARN_SECONDS
+            text = "%s of %d keys failed, the engine goes on without: %s"
+            log.warning(text, op, keys, why, exc_info=exc_info)
 
     def stats(self) -> dict[str, int]:
         """Counts since the start: hits, misses, saved, dropped, wrong_size, errors, and `<operation>_failed`."""
@@ -205,21 +213,12 @@ class Store:
         elif -errno.ETIMEDOUT in failed:
             self._resume = time.monotonic() + self.settings.pause_s
         if failed:
-            self._note(op, len(failed), errno.errorcode.get(-failed[0], str(failed[0])))
+            self.note(op, len(failed), errno.errorcode.get(-failed[0], str(failed[0])))
 
     def _failed(self, op: str, exc: Exception, keys: int) -> None:
         if isinstance(exc, KvcsTimeoutError):
             self._resume = time.monotonic() + self.settings.pause_s
-        self._note(op, keys, f"{type(exc).__name__}: {exc}")
-
-    def _note(self, op: str, keys: int, why: str, *, exc_info: bool = False) -> None:
-        """Count, and say it once a minute: an engine asks hundreds of times a second."""
-        self.count(f"{op}_failed", keys)
-        now = time.monotonic()
-        if now >= self._warn_again:
-            self._warn_again = now + WARN_SECONDS
-            text = "%s of %d keys failed, the engine goes on without: %s"
-            log.warning(text, op, keys, why, exc_info=exc_info)
+        self.note(op, keys, f"{type(exc).__name__}: {exc}")
 
 
 def size_of(buffer: Value) -> int:

@@ -1,4 +1,4 @@
-"""The llama.cpp helper with the real server and SmolLM2, its slot files on the real mount."""
+"""The llama.cpp helper with the real server and SmolLM2."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from pathlib import Path
 import pytest
 
 from kvcs import KvcsLowLevelClient
+from kvcsfs.connectors.keys import prefix_hashes
 from kvcsfs.connectors.llama_cpp import LlamaPrefixCache
 from llama_engine import LlamaEngine, find_model
 from tests.engines.daemon import Daemon
-from tests.engines.file_backends import ON_THE_MOUNT
 
-pytestmark = ON_THE_MOUNT
+pytestmark = pytest.mark.engines
 
 SLOT_BYTES_PER_TOKEN = 2 * 30 * 3 * 64 * 2  # SmolLM2-135M, f16
 
 
 class Setup:
-    """A daemon with a mount, and engines whose slot directory is on it."""
+    """A daemon without a mount, and engines with a slot directory of their own."""
 
     def __init__(self, home: Path, stack: ExitStack, capacity: int) -> None:
         self._home, self._stack = home, stack
-        self.daemon = stack.enter_context(Daemon(home, capacity, mount=home / "mnt"))
-        self.prefixes = self._prefixes("http://127.0.0.1:9")
-        self.slots = self.prefixes.slot_directory(home / "mnt")
+        self.daemon = stack.enter_context(Daemon(home, capacity))
+        self.slots = home / "slots"
+        self.prefixes = self._prefixes("http://127.0.0.1:9")  # makes the directory
 
     def engine(self) -> LlamaEngine:
         made = LlamaEngine(find_model(), self.slots, context_tokens=1024, log=self._home / "llama.log")
@@ -36,7 +36,7 @@ class Setup:
 
     def _prefixes(self, url: str) -> LlamaPrefixCache:
         made = LlamaPrefixCache(
-            url, "smollm2-135m-q4", layout="ctx1024", step_tokens=64, socket=self.daemon.socket
+            url, "smollm2-135m-q4", self.slots, layout="ctx1024", step_tokens=64, socket=self.daemon.socket
         )
         self._stack.callback(made.close)
         return made
@@ -60,11 +60,15 @@ def test_a_new_engine_process_continues_from_the_longest_stored_prefix(tmp_path,
     assert setup.prefixes.warm(tokens) == 0
     computed = first.ask(tokens + question).text
     assert computed
+    lengths = [64, 128, 256, 300]
+    names = prefix_hashes(tokens, lengths)
     with KvcsLowLevelClient(setup.daemon.socket) as client:
-        sizes = [client.ll_batch_query([f"smollm2-135m-q4/v1/llama.cpp/f16/ctx1024/all/{p.name}"])[0].total_size
-                 for p in setup.slots.iterdir()]  # fmt: skip
-    assert len(sizes) == 4  # 64, 128, 256 and 300 tokens
-    assert min(sizes) >= 64 * SLOT_BYTES_PER_TOKEN
+        found = client.ll_batch_query(
+            [f"smollm2-135m-q4/v1/llama.cpp/f16/ctx1024/all/{name}" for name in names]
+        )
+    for length, result in zip(lengths, found, strict=True):
+        assert result.total_size >= length * SLOT_BYTES_PER_TOKEN
+    assert list(setup.slots.iterdir()) == []
     first.stop()
     second = setup.engine()
     assert setup.prefixes.warm(tokens) == 300

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 
-from kvcs import KvcsError, KvcsLowLevelClient, LLGetItemOpt, LLPutItem
+from kvcs import KvcsLowLevelClient
+from kvcsfs.connectors.keys import prefix_hashes
 from kvcsfs.connectors.llama_cpp import LlamaPrefixCache
 from tests.engines.daemon import Daemon
 
@@ -17,14 +20,14 @@ TOKENS = list(range(3000, 3100))
 
 
 class Server:
-    """One slot. It writes and reads its slot files through the SDK, where the real one has the mount."""
+    """One slot, whose files are in `slots`."""
 
-    def __init__(self, socket: str, prefix: str) -> None:
+    def __init__(self, slots: Path) -> None:
         self.slot: list[int] = []
         self.computed = 0
         self.saves: list[int] = []
-        self._prefix = prefix
-        self._client = KvcsLowLevelClient(socket)
+        self.broken = False  # it then refuses a state, and leaves half of one
+        self._slots = slots
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -43,8 +46,8 @@ class Server:
 
     def answer(self, path: str, body: dict[str, object]) -> bool:
         try:
-            return self._slots(path, body) if path.startswith("/slots/0?action=") else self._complete(body)
-        except KvcsError:
+            return self._move(path, body) if path.startswith("/slots/0?action=") else self._complete(body)
+        except OSError:
             return False
 
     def _complete(self, body: dict[str, object]) -> bool:
@@ -56,25 +59,23 @@ class Server:
         self.slot = prompt
         return True
 
-    def _slots(self, path: str, body: dict[str, object]) -> bool:
-        action, key = path.rpartition("=")[2], f"{self._prefix}{body.get('filename')}"
+    def _move(self, path: str, body: dict[str, object]) -> bool:
+        action, file = path.rpartition("=")[2], self._slots / str(body.get("filename"))
         if action == "erase":
             self.slot = []
         elif action == "save":
             self.saves.append(len(self.slot))
-            value = json.dumps(self.slot).encode() + b" " * 4000
-            return self._client.ll_batch_put([LLPutItem(key, value)])[0].status == 0
+            state = json.dumps(self.slot).encode() + b" " * 4000
+            file.write_bytes(state[:9] if self.broken else state)
         else:
-            (got,) = self._client.ll_batch_get_items([LLGetItemOpt(key)])
-            self.slot = json.loads(got.data) if got.data else [0]
-            return got.data is not None
-        return True
+            self.slot = [0]
+            self.slot = [0] if self.broken else json.loads(file.read_bytes())
+        return action == "erase" or not self.broken
 
     def stop(self) -> None:
         self._http.shutdown()
         self._thread.join()
         self._http.server_close()
-        self._client.close()
 
 
 @pytest.fixture(scope="module")
@@ -90,16 +91,22 @@ def daemon(running: Daemon) -> Daemon:
 
 
 @pytest.fixture
-def server(daemon: Daemon) -> Iterator[Server]:
-    made = Server(daemon.socket, "smollm/v1/llama.cpp/f16/any/all/")
+def slots(tmp_path: Path) -> Path:
+    return tmp_path / "memory" / "slots"
+
+
+@pytest.fixture
+def server(slots: Path) -> Iterator[Server]:
+    made = Server(slots)
     yield made
     made.stop()
 
 
 @pytest.fixture
-def prefixes(server: Server, daemon: Daemon) -> Iterator[LlamaPrefixCache]:
-    made = LlamaPrefixCache(server.url, "smollm", step_tokens=16, socket=daemon.socket)
+def prefixes(server: Server, daemon: Daemon, slots: Path) -> Iterator[LlamaPrefixCache]:
+    made = LlamaPrefixCache(server.url, "smollm", slots, step_tokens=16, socket=daemon.socket)
     yield made
+    assert list(slots.iterdir()) == []  # whatever happened, nothing stays
     made.close()
 
 
@@ -126,16 +133,18 @@ def test_a_prompt_that_shares_a_part_reuses_the_longest_stored_prefix(server, pr
 
 def test_a_prefix_evicted_between_query_and_read_falls_back_to_a_shorter_one(server, prefixes, daemon):
     prefixes.warm(TOKENS)
-    whole = prefixes._store.exists
-    prefixes._store.exists = lambda keys: [True] * len(keys)  # what the query said before the eviction
+    sizes = prefixes._store.sizes
     with KvcsLowLevelClient(daemon.socket) as client:
-        from kvcsfs.connectors.keys import prefix_hashes
-
         gone = [f"smollm/v1/llama.cpp/f16/any/all/{name}" for name in prefix_hashes(TOKENS, [64, 100])]
-        assert [result.status for result in client.ll_batch_delete(gone)] == [0, 0]
-    assert prefixes.warm(TOKENS) == 32
+
+        def evicted_afterwards(keys: list[str]) -> list[int]:
+            found: list[int] = sizes(keys)
+            assert [result.status for result in client.ll_batch_delete(gone)] == [0, 0]
+            return found
+
+        prefixes._store.sizes = evicted_afterwards
+        assert prefixes.warm(TOKENS) == 32
     assert (server.slot, server.computed) == (TOKENS, 168)
-    prefixes._store.exists = whole
     assert prefixes.stats()["misses"] == 2
 
 
@@ -151,17 +160,58 @@ def test_a_daemon_killed_in_the_middle_costs_the_computation_alone(server, prefi
     assert server.slot == TOKENS
 
 
-def test_a_server_that_is_gone_raises_nothing(daemon):
-    prefixes = LlamaPrefixCache("http://127.0.0.1:9", "smollm", socket=daemon.socket)
+def test_a_server_that_is_gone_raises_nothing(daemon, slots):
+    prefixes = LlamaPrefixCache("http://127.0.0.1:9", "smollm", slots, socket=daemon.socket)
     assert (prefixes.warm(TOKENS), prefixes.warm([]), prefixes.erase()) == (0, 0, False)
     assert prefixes.stats()["server_failed"] == 2
     prefixes.close()
 
 
-def test_the_slot_directory_is_where_the_keys_are(prefixes, tmp_path):
-    directory = prefixes.slot_directory(tmp_path / "mnt")
-    assert directory == tmp_path / "mnt/smollm/v1/llama.cpp/f16/any/all"
-    assert directory.is_dir()
+def test_a_server_that_refuses_states_computes(server, prefixes):
+    server.broken = True
+    assert prefixes.warm(TOKENS) == 0
+    assert (server.slot, prefixes.stats()["save_failed"]) == (TOKENS, 4)
+    server.broken = False
+    prefixes.erase()
+    prefixes.warm(TOKENS)
+    server.broken = True
+    assert prefixes.warm(TOKENS) == 0
+    assert server.slot == TOKENS
+    assert "restored" not in prefixes.stats()
+
+
+def test_a_server_with_another_directory_is_told_of_and_restores_nothing(server, daemon, tmp_path, caplog):
+    other = tmp_path / "other"
+    prefixes = LlamaPrefixCache(server.url, "smollm", other, step_tokens=16, socket=daemon.socket)
+    server._slots.mkdir(parents=True)
+    assert prefixes.warm(TOKENS) == 0
+    assert (server.slot, prefixes.stats()["save_failed"]) == (TOKENS, 4)
+    assert f"is {other} the server's --slot-save-path?" in caplog.text
+    prefixes.close()
+
+
+def test_no_room_for_a_state_costs_the_computation_alone(server, prefixes, monkeypatch):
+    prefixes.warm(TOKENS)
+    prefixes.erase()
+
+    def full(fd: int, offset: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.posix_fallocate", full)
+        assert prefixes.warm(TOKENS) == 0
+    assert (server.slot, prefixes.stats()["restore_failed"]) == (TOKENS, 4)
+
+
+def test_another_slot_or_server_has_another_file(prefixes, server, slots, daemon):
+    others = [
+        LlamaPrefixCache(url, "smollm", slots, slot=slot, socket=daemon.socket)
+        for url, slot in ((server.url, 0), (server.url, 1), ("http://127.0.0.1:9", 0))
+    ]
+    assert len({made._file for made in others}) == 3
+    assert prefixes._file == others[0]._file
+    for made in others:
+        made.close()
 
 
 @pytest.mark.parametrize(
@@ -170,8 +220,9 @@ def test_the_slot_directory_is_where_the_keys_are(prefixes, tmp_path):
         ({"model": ""}, "no name"),
         ({"step_tokens": 0}, "at least 1, not 0"),
         ({"sokcet": ""}, "unknown option 'sokcet'"),
+        ({"slots": "/dev/null/slots"}, "slots: /dev/null/slots: Not a directory"),
     ],
 )
-def test_wrong_arguments_are_refused(options, said):
+def test_wrong_arguments_are_refused(options, said, slots):
     with pytest.raises(ValueError, match=said):
-        LlamaPrefixCache("http://127.0.0.1:9", **{"model": "m"} | options)
+        LlamaPrefixCache("http://127.0.0.1:9", **{"model": "m", "slots": slots} | options)
