@@ -173,6 +173,7 @@ def recover(store: SlotStore, watch: Watch | None = None) -> Found:
     snapshot = read_snapshot(store.directory.path / "snapshot", watch)
     extras = snapshot[1].extras if snapshot else {}
     if snapshot and snapshot[1].clean and snapshot[1].epoch == store.directory.previous_epoch:
+        _check_place(store)
         doubt = 0 if store.directory.previous_boot == boot_id() else UNPROVEN
         entries = [_entry(row, doubt) for row in snapshot[0]]
         free = [FreeSlot(slot, size) for slot, size in snapshot[1].free_slots]
@@ -212,11 +213,16 @@ def _scan(store: SlotStore, known: dict[int, Row], watch: Watch) -> Found:
                 leftovers.append(other.slot)
             best[key] = entry
         watch.passed(len(best), (number + 1) / scan.FOLDERS)
-    if not store.directory.is_there():  # what was read by its path may be another's
-        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+    _check_place(store)
     for slot in leftovers:
         _unlink(store, slot)
     return Found(list(best.values()), [], {}, clean=False, removed=len(leftovers))
+
+
+def _check_place(store: SlotStore) -> None:
+    """Raise OSError if the store isn't at its path any more: what was read by it may be another's."""
+    if not store.directory.is_there():
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
 
 def load(found: Found, capacity: int) -> Catalog:

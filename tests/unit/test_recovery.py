@@ -58,6 +58,25 @@ def test_from_slots_alone(tmp_path):
     assert by_key[b.key].temporary
 
 
+@pytest.mark.parametrize("clean", [True, False])
+def test_another_store_at_the_path_is_not_taken_for_this_one(tmp_path, clean):
+    """Both stopped cleanly in their first epoch, and their slots have the same numbers."""
+    for name in ("mine", "other"):
+        (tmp_path / name).mkdir()
+        store = SlotStore(tmp_path / name)
+        snapshot(store, [stored(store, name, b"x")], clean)
+        store.close()
+    store = SlotStore(tmp_path / "mine")
+    (tmp_path / "mine").rename(tmp_path / "away")
+    (tmp_path / "other").rename(tmp_path / "mine")
+    with pytest.raises(OSError, match="Stale"):
+        recovery.recover(store)
+    (tmp_path / "mine").rename(tmp_path / "other")
+    (tmp_path / "away").rename(tmp_path / "mine")
+    assert found_keys(recovery.recover(store)) == ["mine"]
+    store.close()
+
+
 def test_an_empty_directory(tmp_path):
     assert restart(tmp_path) == Found([], [], {}, clean=False)
 
