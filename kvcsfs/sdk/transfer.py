@@ -6,6 +6,7 @@ thread switch and keeps cached data moving although every worker hangs in a brok
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -16,6 +17,8 @@ from typing import Any, TypeAlias
 from kvcsfs.sdk.connection import close_fds
 from kvcsfs.sdk.deadline import Deadline
 from kvcsfs.sdk.workers import Pool
+
+log = logging.getLogger("kvcs")
 
 TASK_BYTES = (
     1 << 20
@@ -150,8 +153,11 @@ class Transfer:
     def _help(self) -> None:
         seat = self._sit_down()
         while True:
-            while self._step(self._ready, seat) or self._step_slowly(seat):
-                pass
+            try:
+                while self._step(self._ready, seat) or self._step_slowly(seat):
+                    pass
+            except Exception:  # as of memory that can't be had; what is queued still needs somebody
+                log.exception("a worker's job failed")
             with self._lock:
                 if not self._ready and not self._slow:
                     self._helpers -= 1
