@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -133,7 +134,7 @@ def digest_of(memory: Target | Source) -> bytes:
     return hasher.digest()
 
 
-def cut(views: list[memoryview], start: int, size: int, limit: int) -> list[memoryview]:
+def cut(views: list[memoryview], start: int, size: int, limit: int = sys.maxsize) -> list[memoryview]:
     """The part of joined views from `start` on: `size` bytes, or less where it would take over `limit` views."""
     out: list[memoryview] = []
     for view in views:

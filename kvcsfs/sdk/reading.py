@@ -16,7 +16,7 @@ from xxhash import xxh3_128
 from kvcsfs import wire
 from kvcsfs.sdk.buffers import Pages, Target, cut, digest_of, size_of, uninitialised, views_of
 from kvcsfs.sdk.transfer import IOV_MAX, RANGE_BYTES, WHOLE_BYTES, Piece, Seat, Transfer, group, ranges
-from kvcsfs.sdk.workers import BOUNCE_BYTES, CHUNK_BYTES, Pool, bounce_buffer
+from kvcsfs.sdk.workers import CHUNK_BYTES, Pool, bounce_buffer
 
 
 class Hits:
@@ -126,7 +126,7 @@ class Reading(Transfer):
                 self._read_steps(hits, j, step)
                 continue
             if room > size:
-                target = parts = cut(views_of(target), 0, size, IOV_MAX)
+                target = parts = cut(views_of(target), 0, size)
             try:
                 n = preadv(fds[j], parts, 0, flags)
             except OSError:  # EAGAIN: not cached; EOPNOTSUPP: the file system can't tell
@@ -151,7 +151,7 @@ class Reading(Transfer):
             self.statuses[place] = -errno.ENOSPC
             self.needed[place] = size
             return None
-        return cut(views_of(target), 0, size, 1 << 30)
+        return cut(views_of(target), 0, size)
 
     def _read_steps(self, hits: Hits, j: int, step: int) -> None:
         """Read one value in steps, hashing each while it is in the processor's cache."""
@@ -183,7 +183,7 @@ class Reading(Transfer):
             if n == 0:
                 return at
             if hasher is not None:
-                for part in parts if n == size else cut(parts, 0, n, IOV_MAX):
+                for part in parts if n == size else cut(parts, 0, n):
                     hasher.update(part)
             at += n
         return at
@@ -252,7 +252,7 @@ class Reading(Transfer):
             if self._has_ended():
                 return
             done = skip
-            for part in cut(value.views, at, n, BOUNCE_BYTES):
+            for part in cut(value.views, at, n):
                 part[:] = bounce[done : done + len(part)]
                 done += len(part)
             self._arrived(value, at, at + n)
@@ -288,7 +288,7 @@ class Reading(Transfer):
                     value.hashing = False
                     break
             if value.hasher is not None:
-                for part in cut(value.views, value.hashed, stop - value.hashed, IOV_MAX):
+                for part in cut(value.views, value.hashed, stop - value.hashed):
                     value.hasher.update(part)
             value.hashed = stop
         if value.hashed == size and not self._closed and not value.broken:

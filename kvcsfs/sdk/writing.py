@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 from collections.abc import Callable, Sequence
 
 from xxhash import xxh3_128
@@ -116,7 +117,7 @@ class Writing(Transfer):
     def _push(self, fd: int, views: list[memoryview], at: int, end: int, hasher: xxh3_128 | None) -> bool:
         single = views[0] if len(views) == 1 else None
         limit = (
-            1 << 30 if self._align else IOV_MAX
+            sys.maxsize if self._align else IOV_MAX
         )  # direct I/O needs whole steps; it copies what a call can't take
         while at < end:
             if self._closed:
@@ -125,7 +126,7 @@ class Writing(Transfer):
             parts = [single[at : at + size]] if single is not None else cut(views, at, size, limit)
             n = self._write_direct(fd, parts, at) if self._align else os.pwritev(fd, parts, at)
             if hasher is not None:
-                for part in parts if n == size else cut(parts, 0, n, IOV_MAX):
+                for part in parts if n == size else cut(parts, 0, n):
                     hasher.update(part)
             at += n
         return True

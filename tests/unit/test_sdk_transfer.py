@@ -15,8 +15,10 @@ import pytest
 from kvcsfs import wire
 from kvcsfs.errors import KvcsTimeoutError
 from kvcsfs.sdk import BufferPool, KvcsLowLevelClient, LLGetItemOpt, LLPutItem
+from kvcsfs.sdk.deadline import Deadline
 from kvcsfs.sdk.reading import Reading, Value
-from kvcsfs.sdk.transfer import PROCESSORS, TASK_BYTES, Seat, group, ranges
+from kvcsfs.sdk.transfer import PROCESSORS, TASK_BYTES, Seat, Transfer, group, ranges
+from kvcsfs.sdk.workers import Pool
 from tests.sdk.fake_daemon import FakeDaemon
 
 MIB = 1 << 20
@@ -147,6 +149,19 @@ def test_more_pieces_than_one_system_call_takes(client, daemon):
     buffers = [bytearray(2) for _ in range(4500)]
     assert client.ll_batch_get_into_items([LLGetItemOpt("a")], [buffers])[0].status == 9000
     assert b"".join(buffers) == b"".join(segments)
+
+
+@pytest.mark.parametrize("size", [2 * MIB, WHOLE + 1])
+@pytest.mark.parametrize("cached", [True, False])
+def test_more_pieces_than_one_system_call_takes_in_one_range(client, daemon, size, cached, request):
+    """Also of a range that arrived in several calls, or from a disk."""
+    if not cached:
+        request.getfixturevalue("uncached")
+    value = os.urandom(size)
+    daemon.store("a", value)
+    buffers = [bytearray(500) for _ in range(-(-size // 500))]
+    assert client.ll_batch_get_into_items([LLGetItemOpt("a")], [buffers])[0].status == size
+    assert b"".join(buffers)[:size] == value
 
 
 @pytest.mark.parametrize("size", [1000, 3 * MIB, 6 * MIB])
@@ -287,6 +302,21 @@ def test_a_pools_buffer_stays_out_of_use_while_a_worker_reads_into_it(daemon, di
         answers.set()
         with pool.take(1, timeout_s=5) as buffers:
             assert len(buffers[0]) == 8192
+
+
+def test_a_worker_goes_on_after_work_that_raises(expected_warnings):
+    """Else what is queued would wait for the deadline, with nobody there to do it."""
+    expected_warnings.append("a worker's job failed")
+    pool, done, closed = Pool("test", 4), threading.Event(), threading.Event()
+    transfer = Transfer(pool, set(), closed.set, slow_threads=1)
+    transfer.add([(_raising, ()), (lambda _seat: done.set(), ())], slow=True)
+    assert transfer.finish(Deadline(5))
+    assert done.is_set() and closed.is_set()
+    pool.close()
+
+
+def _raising(_seat: Seat) -> None:
+    raise MemoryError
 
 
 def test_work_is_cut_by_bytes():
