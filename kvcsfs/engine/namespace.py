@@ -37,7 +37,7 @@ class Namespace:
 
     def is_directory(self, path: str) -> bool:
         """Whether `path`, which ends with a slash, was made, or something that isn't a key lies below it."""
-        return path in self._made or _is_below(self._directories, path) or _is_below(self._names, path)
+        return _is_below(self._directories, path) or _is_below(self._names, path)
 
     def is_file(self, key: str) -> bool:
         """Whether there is a file without a value: empty, or being written for the first time."""
@@ -154,10 +154,10 @@ class Namespace:
 
 
 def _is_below(names: SortedDict[str, bool], path: str) -> bool:
-    """Whether one of the names starts with `path` and goes on."""
+    """Whether one of the names starts with `path`; it may be that, as the last component of a key may be empty."""
     if not names:
         return False
-    i = names.bisect_right(path)
+    i = names.bisect_left(path)
     return i < len(names) and bool(names.peekitem(i)[0].startswith(path))
 
 

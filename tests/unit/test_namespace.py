@@ -10,7 +10,7 @@ from kvcsfs.engine.namespace import Namespace
 
 
 def everything(namespace: Namespace, path: str) -> list[str]:
-    return list(namespace.children(path, ""))
+    return list(namespace.children(path, None))
 
 
 def test_made_directories_are_there_until_removed():
@@ -30,6 +30,14 @@ def test_made_directories_are_there_until_removed():
     namespace.remove_directory("c/")
     assert everything(namespace, "") == []
     namespace.check()
+
+
+def test_an_empty_file_with_an_empty_name_lies_in_a_directory():
+    namespace = Namespace({})
+    namespace.set_empty("a/", 1)
+    assert namespace.is_directory("a/")
+    assert everything(namespace, "") == ["a/"]
+    assert everything(namespace, "a/") == [""]
 
 
 def test_a_changed_directory_stays_and_has_a_new_time():
@@ -103,10 +111,12 @@ def test_it_survives_a_snapshot():
 
 
 PART = st.text("ab-0", min_size=1, max_size=2)
-PATHS = st.sets(st.lists(PART, min_size=1, max_size=3).map("/".join), max_size=12)
+PATH = st.lists(PART, min_size=1, max_size=3).map("/".join)
+PATHS = st.sets(PATH, max_size=12)
+FILES = st.sets(PATH | PATH.map("{}/".format), max_size=12)  # the last component may be empty
 
 
-@given(PATHS, PATHS, st.lists(PART, max_size=2).map(lambda parts: "".join(p + "/" for p in parts)), st.data())
+@given(PATHS, FILES, st.lists(PART, max_size=2).map(lambda parts: "".join(p + "/" for p in parts)), st.data())
 def test_children_against_a_plain_set(directories, files, path, data):
     namespace = Namespace({})
     for name in directories:
@@ -115,12 +125,12 @@ def test_children_against_a_plain_set(directories, files, path, data):
         namespace.create(name, {})
     expected = set()
     for name in [d + "/" for d in directories] + list(files):
-        if name.startswith(path) and name != path:
+        if name.startswith(path) and (name != path or name in files):
             child, slash, _ = name[len(path) :].partition("/")
             expected.add(child + slash)
     listed = sorted(expected)
     assert everything(namespace, path) == listed
-    after = data.draw(st.sampled_from(["", *listed]))
-    assert list(namespace.children(path, after)) == [n for n in listed if n > after or not after]
+    after = data.draw(st.sampled_from([None, *listed]))
+    assert list(namespace.children(path, after)) == [n for n in listed if after is None or n > after]
     assert namespace.is_directory(path) == (bool(expected) or path[:-1] in directories) or not path
     namespace.check()
