@@ -32,7 +32,7 @@ class Volumes:
     def __init__(self, config: Config, watch: Watcher, access: Access) -> None:
         self._direct = config.backend == "direct"
         self._all: list[Volume] = []
-        self._recoveries = 0  # under way
+        self._recovering: set[Volume] = set()
         limit = max(64, raise_descriptor_limit() // 2 // len(config.mountpoints))
         try:
             for i, mountpoint in enumerate(config.mountpoints):
@@ -117,12 +117,12 @@ class Volumes:
     async def _recover(self, volume: Volume) -> None:
         """Recover; meanwhile the garbage collector would look at all the entries again and again."""
         gc.disable()
-        self._recoveries += 1
+        self._recovering.add(volume)
         try:
             await volume.upkeep.recover()
         finally:
-            self._recoveries -= 1
-            if not self._recoveries:
+            self._recovering.remove(volume)
+            if not self._recovering:
                 gc.freeze()  # millions of long-lived objects: a full collection would stop the loop for seconds
                 gc.enable()
         log.info("%s: %d entries", volume.config.path, len(volume.catalog.index))
@@ -139,6 +139,8 @@ class Volumes:
                 await trio.sleep(rest)
                 await volume.upkeep.asked()
                 await trio.sleep(ASKED_SECONDS)
+            if self._recovering and all(v.lane.hung for v in self._recovering):
+                gc.enable()  # no entries come, perhaps for days, and what others leave behind must not pile up
             began = trio.current_time()
             try:
                 await volume.upkeep.checkpoint()

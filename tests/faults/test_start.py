@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -14,7 +15,8 @@ import pytest
 import trio
 
 from kvcsfs import daemon, wire
-from kvcsfs.engine import recovery, scan
+from kvcsfs.engine import lane, recovery, scan, volumes
+from kvcsfs.engine.engine import Engine
 from kvcsfs.engine.recovery import Watch
 from kvcsfs.engine.store import SlotStore
 from tests.rawclient import RawClient
@@ -106,6 +108,35 @@ async def test_a_stop_waits_neither_for_recovery_nor_for_systemd(
         await serve(settings, user)
     assert not go.is_set()
     assert not (settings.mountpoints[0].path / "snapshot").exists()
+
+
+async def test_garbage_is_collected_although_a_recovery_hangs(tmp_path, monkeypatch, expected_warnings):
+    expected_warnings.append("data1: the backing file system doesn't answer")
+    for name in ("LATE_SECONDS", "PROBE_SECONDS", "LOOK_SECONDS"):
+        monkeypatch.setattr(lane, name, 0.01)
+    monkeypatch.setattr(volumes, "CHECKPOINT_SECONDS", 0.01)
+    go, real, probe = threading.Event(), recovery.recover, SlotStore.probe
+
+    def hang(store: SlotStore) -> None:
+        if store.directory.path.name == "data1":
+            go.wait()
+
+    monkeypatch.setattr(recovery, "recover", lambda store, watch: (hang(store), real(store, watch))[1])
+    monkeypatch.setattr(SlotStore, "probe", lambda store: (hang(store), probe(store))[1])
+    engine = Engine(config(tmp_path, mountpoints=2, backend="pooled"))
+    async with engine.running():
+        try:
+            with trio.fail_after(10):
+                while engine.volumes[0].recovering:
+                    await trio.sleep(0.001)
+                assert not engine.volumes[1].lane.hung and not gc.isenabled()
+                while not gc.isenabled():
+                    await trio.sleep(0.01)
+        finally:
+            go.set()
+        with trio.fail_after(10):
+            await engine.volumes.recovered()
+    assert gc.isenabled()
 
 
 # What the first of two processes does in place of its work, in a shell, and how many folders it takes along.
