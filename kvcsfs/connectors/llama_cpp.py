@@ -63,8 +63,10 @@ class LlamaPrefixCache:
             Path(slots).mkdir(parents=True, exist_ok=True)
         except OSError as exc:
             raise ValueError(f"slots: {os.fspath(slots)}: {exc.strerror}") from exc
-        # The same after a restart, which so leaves nothing behind; another server's slot has another.
-        self._file = Path(slots) / f"kvcs-{hashlib.sha256(f'{self._url} {slot}'.encode()).hexdigest()[:16]}"
+        # The same after a restart, which so leaves nothing behind; another server's slot has others. What is saved has
+        # one of its own: a server that was busy saves when we wait no longer, and would cut a state that we read in.
+        name = f"kvcs-{hashlib.sha256(f'{self._url} {slot}'.encode()).hexdigest()[:16]}"
+        self._saved, self._loaded = (Path(slots) / f"{name}-{action}" for action in ("save", "restore"))
         self._store = Store(settings)
 
     def warm(self, tokens: Sequence[int]) -> int:
@@ -121,16 +123,16 @@ class LlamaPrefixCache:
         try:
             if not self._load(key, size):
                 return False
-            if self._post_slot("restore"):
+            if self._post_slot("restore", self._loaded):
                 return True
             self.erase()  # what a failed restore leaves is not known
             return False
         finally:
-            self._file.unlink(missing_ok=True)
+            self._loaded.unlink(missing_ok=True)
 
     def _load(self, key: str, size: int) -> bool:
         """Read a value into the slot file. Raises OSError: no room for it."""
-        with self._file.open("w+b") as file:
+        with self._loaded.open("w+b") as file:
             os.posix_fallocate(file.fileno(), 0, size)  # else no room is a SIGBUS in the mapping
             memory = mmap.mmap(file.fileno(), size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         return self._store.load([key], [memory])[0]
@@ -145,7 +147,7 @@ class LlamaPrefixCache:
         try:
             state = self._state()
         except (OSError, ValueError) as exc:  # ValueError: it is empty
-            self._store.note("save", 1, f"{exc}; is {self._file.parent} the server's --slot-save-path?")
+            self._store.note("save", 1, f"{exc}; is {self._saved.parent} the server's --slot-save-path?")
             return
         if state is None:
             self._store.count("save_failed")
@@ -155,16 +157,16 @@ class LlamaPrefixCache:
     def _state(self) -> mmap.mmap | None:
         """The slot's state, as the server writes it; None if it doesn't."""
         try:
-            if not self._post_slot("save"):
+            if not self._post_slot("save", self._saved):
                 return None
-            with self._file.open("rb") as file:
+            with self._saved.open("rb") as file:
                 flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
                 return mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ)
         finally:
-            self._file.unlink(missing_ok=True)  # from here on nobody cuts it under the mapping
+            self._saved.unlink(missing_ok=True)  # from here on nobody cuts it under the mapping
 
-    def _post_slot(self, action: str) -> bool:
-        return self._post(f"/slots/{self._slot}?action={action}", {"filename": self._file.name})
+    def _post_slot(self, action: str, file: Path) -> bool:
+        return self._post(f"/slots/{self._slot}?action={action}", {"filename": file.name})
 
     def _post(self, path: str, body: dict[str, Any]) -> bool:
         request = urllib.request.Request(  # noqa: S310  # the address is the operator's own

@@ -27,6 +27,7 @@ class Server:
         self.computed = 0
         self.saves: list[int] = []
         self.broken = False  # it then refuses a state, and leaves half of one
+        self.late: list[tuple[Path, bytes]] | None = None  # saves that it does before the next restore
         self._slots = slots
         outer = self
 
@@ -66,8 +67,13 @@ class Server:
         elif action == "save":
             self.saves.append(len(self.slot))
             state = json.dumps(self.slot).encode() + b" " * 4000
+            if self.late is not None:
+                self.late.append((file, state))
+                return False
             file.write_bytes(state[:9] if self.broken else state)
         else:
+            for saved, state in self.late or ():
+                saved.write_bytes(state)
             self.slot = [0]
             self.slot = [0] if self.broken else json.loads(file.read_bytes())
         return action == "erase" or not self.broken
@@ -180,6 +186,17 @@ def test_a_server_that_refuses_states_computes(server, prefixes):
     assert "restored" not in prefixes.stats()
 
 
+def test_a_save_that_is_done_late_takes_no_other_states_place(server, prefixes):
+    prefixes.warm(TOKENS)
+    server.late = []
+    prefixes.warm([1] * 20)
+    assert len(server.late) == 2
+    assert prefixes.warm(TOKENS) == 100
+    assert server.slot == TOKENS
+    server.late = None
+    prefixes.warm([2] * 10)  # the next save takes the late one's file away
+
+
 def test_a_server_with_another_directory_is_told_of_and_restores_nothing(server, daemon, tmp_path, caplog):
     other = tmp_path / "other"
     prefixes = LlamaPrefixCache(server.url, "smollm", other, step_tokens=16, socket=daemon.socket)
@@ -208,8 +225,8 @@ def test_another_slot_or_server_has_another_file(prefixes, server, slots, daemon
         LlamaPrefixCache(url, "smollm", slots, slot=slot, socket=daemon.socket)
         for url, slot in ((server.url, 0), (server.url, 1), ("http://127.0.0.1:9", 0))
     ]
-    assert len({made._file for made in others}) == 3
-    assert prefixes._file == others[0]._file
+    assert len({file for made in others for file in (made._saved, made._loaded)}) == 6
+    assert (prefixes._saved, prefixes._loaded) == (others[0]._saved, others[0]._loaded)
     for made in others:
         made.close()
 
