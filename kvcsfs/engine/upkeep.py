@@ -57,6 +57,7 @@ class Upkeep:
         if volume.access.restricted:
             await volume.room.drop_free()
         volume.recovering = False
+        volume.room.wake()  # the capacity may be another by now
         volume.changed(None)
 
     def _recovered(self) -> tuple[recovery.Found, Catalog, list[Entry]] | OSError | None:

@@ -6,8 +6,11 @@ import dataclasses
 
 import pytest
 import trio
+import trio.testing
 
 from kvcsfs.config import Permissions, Place
+from kvcsfs.engine.engine import Engine
+from kvcsfs.engine.room import Room
 from kvcsfs.errors import ConfigError
 from tests.stores import bytes_on_disk, config, keys, put, running
 
@@ -48,6 +51,28 @@ async def test_free_slots_leave_with_the_capacity(tmp_path):
         engine.reload(resized(settings, 1 << 20))
         with trio.fail_after(5):
             while bytes_on_disk(tmp_path / "data0") > 1 << 20:
+                await trio.sleep(0.001)
+
+
+async def test_a_smaller_capacity_in_the_last_moment_of_a_recovery(tmp_path, monkeypatch):
+    settings = config(tmp_path)
+    async with running(settings) as engine:
+        session = engine.session(0)
+        for i in range(16):
+            assert await put(engine, session, f"k{i:02}", b"x" * VALUE) is None
+    engine = Engine(settings)
+    clear = Room.clear
+
+    async def cleared(room: Room, goal: float) -> None:
+        await clear(room, goal)
+        monkeypatch.setattr(Room, "clear", clear)
+        engine.reload(resized(settings, 2 << 20))
+        await trio.testing.wait_all_tasks_blocked()  # as it waits for free slots that are dropped
+
+    monkeypatch.setattr(Room, "clear", cleared)
+    async with engine.running():
+        with trio.fail_after(5):
+            while engine.volumes[0].recovering or engine.status()["mountpoints"][0]["used_bytes"] > 2 << 20:
                 await trio.sleep(0.001)
 
 
