@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar, TypeVarTuple
@@ -64,14 +65,28 @@ class Lane:
         self._asked: float | None = None  # when the oldest probe without an answer was sent
         self._probed = 0.0
         self._nursery: trio.Nursery | None = None
+        self._by_path: set[trio.CancelScope] = set()
         self._ending = self._stopping = False
+        self._ended = math.inf
         self._look = trio.Event()
 
     # -- work
 
     async def run(self, job: Callable[[*Ts], T], *args: *Ts) -> T:
         """Run file work in a thread, to its end, whoever is cancelled: a step must know what came of it."""
-        with trio.CancelScope(shield=True) as scope:
+        return await self._run(job, args, trio.CancelScope(shield=True))
+
+    async def run_by_path(self, job: Callable[[*Ts], T], *args: *Ts) -> T:
+        """Run file work on the directory's path: what it leads to by now may hang although the store answers."""
+        scope = trio.CancelScope(shield=True)
+        self._by_path.add(scope)
+        try:
+            return await self._run(job, args, scope)
+        finally:
+            self._by_path.remove(scope)
+
+    async def _run(self, job: Callable[..., T], args: tuple[Any, ...], scope: trio.CancelScope) -> T:
+        with scope:
             self._out[scope] = time.monotonic()
             try:
                 return await trio.to_thread.run_sync(
@@ -217,11 +232,15 @@ class Lane:
                     if self._ending and self.hung:
                         for scope in list(self._out):
                             scope.cancel()
+                    elif time.monotonic() - self._ended > LATE_SECONDS:
+                        for scope in self._by_path:
+                            scope.cancel()
                 nursery.cancel_scope.cancel()
 
     def end(self) -> None:
         """The engine stops: from now on work that hangs is given up, what waits for it too."""
         self._ending = True
+        self._ended = time.monotonic()
 
     def stop(self) -> None:
         """Let `serve` end."""

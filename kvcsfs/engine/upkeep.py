@@ -126,7 +126,7 @@ class Upkeep:
         volume = self._volume
         writes = bool(volume.trouble) or volume.counters["io_errors"] != self._failures
         self._failures = volume.counters["io_errors"]
-        there, failed = await self._lane.run(jobs.examine, self._store, writes)
+        there, failed = await self._lane.run_by_path(jobs.examine, self._store, writes)
         if volume.detached and not there and not volume.held:
             await self._give_up()
             return
@@ -147,7 +147,7 @@ class Upkeep:
 
     async def _look_for_it(self) -> None:
         """Take the directory up if it is back: the same store, on whatever file system."""
-        trouble = await self._lane.run(jobs.take_up, self._store)
+        trouble = await self._lane.run_by_path(jobs.take_up, self._store)
         self._volume.detached = self._volume.unwritable = bool(trouble)
         self._tell_trouble(trouble)
 

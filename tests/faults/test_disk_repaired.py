@@ -6,6 +6,7 @@ import fcntl
 import os
 import struct
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ import trio
 from kvcs import KvcsLowLevelClient, LLBatchOptions, LLGetItemOpt, LLPutItem
 from kvcsfs import wire
 from kvcsfs.config import Config, MountpointConfig
-from kvcsfs.engine import upkeep
+from kvcsfs.engine import jobs, lane, upkeep
 from kvcsfs.engine.engine import Engine
 from kvcsfs.engine.entry import Entry
 from kvcsfs.engine.store import SlotStore
@@ -184,6 +185,35 @@ async def test_it_goes_again_and_the_daemon_stops(tmp_path, disk, look_often):
         disk.unmount()
         await until(lambda: state(engine) == ("failing", LET_GO))
     assert disk.is_free()
+
+
+@pytest.mark.parametrize("job", ["examine", "take_up"])
+async def test_a_path_that_hangs_does_not_keep_the_daemon_from_its_stop(
+    tmp_path, look_often, monkeypatch, job
+):
+    """The store itself answers, so that its file system isn't taken for one that hangs."""
+    monkeypatch.setattr(lane, "LATE_SECONDS", 0.1)
+    path, go, began = tmp_path / "disk", threading.Event(), threading.Event()
+    path.mkdir()
+
+    def hang(*_: object) -> None:
+        began.set()
+        go.wait()
+
+    try:
+        with trio.fail_after(20):
+            async with running(beside(tmp_path, path)) as engine:
+                session = engine.session(0)
+                assert await put(engine, session, "k", b"value", 0) is None
+                path.rename(tmp_path / "away")
+                await until(lambda: state(engine) == ("failing", LET_GO))
+                if job == "examine":
+                    (tmp_path / "away").rename(path)
+                    await until(lambda: state(engine) == ("ready", ""))
+                monkeypatch.setattr(jobs, job, hang)
+                await until(began.is_set)
+    finally:
+        go.set()
 
 
 async def test_nothing_else_at_the_path_is_touched(tmp_path, look_often):
