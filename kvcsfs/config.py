@@ -392,5 +392,5 @@ def _choice(where: str, key: str, value: Any, choices: tuple[str, ...]) -> str:
 
 def _address(where: str, value: str) -> None:
     host, _, port = value.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ConfigError(f'{where}.metrics: {value!r}: expected ADDR:PORT such as "127.0.0.1:9477"')

@@ -79,7 +79,7 @@ class Directory:
             words = ["kvcsfs", str(VERSION), secrets.token_hex(8)]
             os.pwrite(fd, f"{' '.join(words)}\n".encode(), 0)
             os.fsync(fd)
-        elif len(words) != 3 or words[0] != "kvcsfs" or not words[1].isdigit():
+        elif len(words) != 3 or words[0] != "kvcsfs" or not words[1].isdecimal():
             raise ConfigError(f"{name}: not a kvcsfs data directory; give an empty directory")
         elif int(words[1]) > VERSION:
             raise ConfigError(
@@ -136,7 +136,7 @@ class Directory:
     def _epochs(self) -> list[int]:
         fd = self._open("epoch", os.O_RDONLY | os.O_DIRECTORY)
         try:
-            return sorted(int(name) for name in os.listdir(fd) if name.isdigit())
+            return sorted(int(name) for name in os.listdir(fd) if name.isdecimal())
         finally:
             os.close(fd)
 

@@ -77,6 +77,7 @@ def test_numbers_never_come_again(tmp_path):
     first = SlotStore(tmp_path)
     a = [first.directory.number(), first.directory.number()]
     first.close()
+    (tmp_path / "epoch" / "²").touch()  # a digit to str.isdigit, no number to int
     second = SlotStore(tmp_path)
     b = second.directory.number()
     second.close()
@@ -234,6 +235,7 @@ def test_a_second_daemon_is_refused(store, tmp_path):
         ("kvcsfs 2 abc\n", "format 2"),
         ("something else\n", "not a kvcsfs data"),
         ("kvcsfs x y\n", "not a kvcsfs data"),
+        ("kvcsfs ² y\n", "not a kvcsfs data"),
     ],
 )
 def test_a_directory_that_is_not_ours_is_refused(tmp_path, version, message):
