@@ -130,7 +130,9 @@ async def test_garbage_is_collected_although_a_recovery_hangs(tmp_path, monkeypa
                 while engine.volumes[0].recovering:
                     await trio.sleep(0.001)
                 assert not engine.volumes[1].lane.hung and not gc.isenabled()
-                monkeypatch.setattr(lane, "LATE_SECONDS", 0.01)  # not before: the other's recovery may take longer
+                monkeypatch.setattr(
+                    lane, "LATE_SECONDS", 0.01
+                )  # not before: the other's recovery may take longer
                 while not gc.isenabled():
                     await trio.sleep(0.01)
         finally:
