@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -14,7 +15,7 @@ import trio
 import xxhash
 
 from kvcsfs.config import Config, MountpointConfig
-from kvcsfs.engine import jobs
+from kvcsfs.engine import jobs, recovery
 from kvcsfs.engine.engine import Engine
 from kvcsfs.engine.entry import Entry, charge
 from kvcsfs.engine.lane import Lane
@@ -44,6 +45,18 @@ def config(path: Path, capacity: int = CAPACITY, mountpoints: int = 1, backend: 
         data.mkdir(parents=True, exist_ok=True)
         points.append(MountpointConfig(data, capacity, 0.0, 0.0, scrub_rate=0))
     return Config(tuple(points), path / "sock", backend=backend)
+
+
+def unreadable(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Have the recovery of the directory of this name fail for ever."""
+    real = recovery.recover
+
+    def failing(store: SlotStore, watch: recovery.Watch) -> recovery.Found:
+        if store.directory.path.name == name:
+            raise OSError(errno.EIO, "Input/output error")
+        return real(store, watch)
+
+    monkeypatch.setattr(recovery, "recover", failing)
 
 
 @asynccontextmanager

@@ -28,7 +28,6 @@ class Job(Generic[T]):
 
     def settle_all(self, ok: list[bool]) -> None:
         self.ok, self._left = ok, 0
-        self.seconds = time.monotonic() - self._start
 
 
 class Jobs(Generic[T]):
@@ -62,11 +61,11 @@ class Jobs(Generic[T]):
 
     def settle_all(self, job: Job[T], ok: list[bool]) -> None:
         """`settle` for all of a job's values, of which none is settled yet."""
-        if not ok:
-            return
         with self._changed:
             job.settle_all(ok)
-        self._finish(job)
+            ended = job.ended() and bool(ok)  # one without values ended as it was started
+        if ended:
+            self._finish(job)
 
     def take(self) -> list[Job[T]]:
         """The jobs that ended since the last call."""

@@ -61,13 +61,12 @@ class Lane:
         self._out: dict[trio.CancelScope, float] = {}  # work under way, the oldest first, and when it began
         self._waiting: set[_Outcome] = set()
         self._steps = 0
-        self._carried = 0  # steps that their callers carry out
         self._asked: float | None = None  # when the oldest probe without an answer was sent
         self._probed = 0.0
         self._nursery: trio.Nursery | None = None
         self._by_path: set[trio.CancelScope] = set()
-        self._ending = self._stopping = False
-        self._ended = math.inf
+        self._ending_since = math.inf
+        self._stopping = False
         self._look = trio.Event()
 
     # -- work
@@ -134,11 +133,7 @@ class Lane:
         """
         self.check()
         if self._is_prompt():
-            self._carried += 1
-            try:
-                return await function(*args)
-            finally:
-                self._carried -= 1
+            return await self._carry_out_here(function, *args)
         outcome = await self._wait_for(function, args, undo)
         if outcome.left:
             raise self._no_answer()
@@ -148,19 +143,27 @@ class Lane:
     async def finish(self, function: Callable[[*Ts], Awaitable[None]], *args: *Ts) -> None:
         """Run a step that gives something back, whether the file system hangs or not; then it isn't waited for."""
         if self._is_prompt():
-            self._carried += 1
-            try:
-                await function(*args)
-            finally:
-                self._carried -= 1
-            return
-        await self._wait_for(function, args, None)
+            await self._carry_out_here(function, *args)
+        else:
+            await self._wait_for(function, args, None)
 
     @property
     def busy(self) -> bool:
         """Whether a step or other file work is under way, a thread that nobody waits for included."""
         threads = self._limiter.borrowed_tokens + self._probe_limiter.borrowed_tokens
-        return bool(self._carried or self._steps or self._out or threads)
+        return bool(self._steps or self._out or threads)
+
+    async def _carry_out_here(self, function: Callable[[*Ts], Awaitable[T]], *args: *Ts) -> T:
+        self._steps += 1
+        try:
+            return await function(*args)
+        finally:
+            self._step_ended()
+
+    def _step_ended(self) -> None:
+        self._steps -= 1
+        if self._stopping:
+            self._look.set()
 
     async def _wait_for(self, function: Callable[..., Awaitable[Any]], args: Any, undo: Any) -> _Outcome:
         assert self._nursery is not None
@@ -194,10 +197,8 @@ class Lane:
             if outcome.left and not isinstance(exc, KvcsError | OSError):
                 log.exception("%s: a step failed that nobody waited for", self._name)
         finally:
-            self._steps -= 1
             outcome.ready.set()
-            if self._stopping:
-                self._look.set()
+            self._step_ended()
 
     # -- the breaker
 
@@ -229,18 +230,18 @@ class Lane:
                         await self._look.wait()
                     self._look = trio.Event()
                     self._watch(nursery)
-                    if self._ending and self.hung:
+                    ending = time.monotonic() - self._ending_since
+                    if ending >= 0 and self.hung:
                         for scope in list(self._out):
                             scope.cancel()
-                    elif time.monotonic() - self._ended > LATE_SECONDS:
+                    elif ending > LATE_SECONDS:
                         for scope in self._by_path:
                             scope.cancel()
                 nursery.cancel_scope.cancel()
 
     def end(self) -> None:
         """The engine stops: from now on work that hangs is given up, what waits for it too."""
-        self._ending = True
-        self._ended = time.monotonic()
+        self._ending_since = time.monotonic()
 
     def stop(self) -> None:
         """Let `serve` end."""

@@ -8,8 +8,10 @@ import struct
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
@@ -20,6 +22,7 @@ from kvcsfs.config import Config, MountpointConfig
 from kvcsfs.engine import jobs, lane, upkeep
 from kvcsfs.engine.engine import Engine
 from kvcsfs.engine.entry import Entry
+from kvcsfs.engine.session import Session
 from kvcsfs.engine.store import SlotStore
 from kvcsfs.errors import BackingError, ConfigError
 from tests.daemons import Daemon
@@ -35,9 +38,32 @@ _SHUTDOWN = 0x8004587D  # EXT4_IOC_SHUTDOWN: from now on the file system fails, 
 
 
 @pytest.fixture
-def look_often(monkeypatch: pytest.MonkeyPatch, expected_warnings: list[str]) -> None:
+def some_looks(
+    monkeypatch: pytest.MonkeyPatch, expected_warnings: list[str]
+) -> Callable[[], Awaitable[None]]:
+    """Has directories looked after often. The result waits until that of mountpoint 1 was, a few times."""
     monkeypatch.setattr(upkeep, "LOOK_SECONDS", 0.02)
     expected_warnings.append(f"in trouble: {AWAY}")
+    looks: list[str] = []
+
+    def noted(name: str) -> Callable[..., Any]:
+        real = getattr(jobs, name)
+
+        def look(store: SlotStore, *args: Any) -> Any:
+            result = real(store, *args)
+            looks.extend([name] * (store.directory.path.name != "sound"))
+            return result
+
+        return look
+
+    for name in ("examine", "take_up"):
+        monkeypatch.setattr(jobs, name, noted(name))
+
+    async def some() -> None:
+        enough = len(looks) + 4
+        await until(lambda: len(looks) >= enough)
+
+    return some
 
 
 class Disk:
@@ -107,8 +133,16 @@ async def until(true: Callable[[], bool]) -> None:
             await trio.sleep(0.01)
 
 
-async def some_looks() -> None:
-    await trio.sleep(0.2)
+@asynccontextmanager
+async def let_go(tmp_path: Path, path: Path, away: Path) -> AsyncIterator[tuple[Engine, Session]]:
+    """An engine whose mountpoint 1 is let go, and moved to another path; "k" is in it."""
+    os.mkdir(path)
+    async with running(beside(tmp_path, path)) as engine:
+        session = engine.session(0)
+        assert await put(engine, session, "k", b"value", 1) is None
+        os.rename(path, away)
+        await until(lambda: state(engine) == ("failing", LET_GO))
+        yield engine, session
 
 
 def content(path: Path) -> dict[str, tuple[bytes, int]]:
@@ -121,7 +155,7 @@ def content(path: Path) -> dict[str, tuple[bytes, int]]:
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["sound", "shut down"])
-async def test_a_file_system_that_was_repaired(tmp_path, disk, look_often, expected_warnings, fails):
+async def test_a_file_system_that_was_repaired(tmp_path, disk, some_looks, expected_warnings, fails):
     expected_warnings += ["in trouble: (Input/output error|Read-only)"] * fails
     kept = values([f"m/{i}" for i in range(20)], 20_000)
     async with running(beside(tmp_path, disk.path)) as engine:
@@ -172,7 +206,7 @@ async def test_a_file_system_that_was_repaired(tmp_path, disk, look_often, expec
         assert len(await keys(engine)) == len(kept)
 
 
-async def test_it_goes_again_and_the_daemon_stops(tmp_path, disk, look_often):
+async def test_it_goes_again_and_the_daemon_stops(tmp_path, disk, some_looks):
     async with running(beside(tmp_path, disk.path)) as engine:
         session = engine.session(0)
         assert await put(engine, session, "k", b"value", 1) is None
@@ -189,12 +223,12 @@ async def test_it_goes_again_and_the_daemon_stops(tmp_path, disk, look_often):
 
 @pytest.mark.parametrize("job", ["examine", "take_up"])
 async def test_a_path_that_hangs_does_not_keep_the_daemon_from_its_stop(
-    tmp_path, look_often, monkeypatch, job
+    tmp_path, some_looks, monkeypatch, job
 ):
     """The store itself answers, so that its file system isn't taken for one that hangs."""
     monkeypatch.setattr(lane, "LATE_SECONDS", 0.1)
-    path, go, began = tmp_path / "disk", threading.Event(), threading.Event()
-    path.mkdir()
+    path, away = tmp_path / "disk", tmp_path / "away"
+    go, began = threading.Event(), threading.Event()
 
     def hang(*_: object) -> None:
         began.set()
@@ -202,13 +236,9 @@ async def test_a_path_that_hangs_does_not_keep_the_daemon_from_its_stop(
 
     try:
         with trio.fail_after(20):
-            async with running(beside(tmp_path, path)) as engine:
-                session = engine.session(0)
-                assert await put(engine, session, "k", b"value", 0) is None
-                path.rename(tmp_path / "away")
-                await until(lambda: state(engine) == ("failing", LET_GO))
+            async with let_go(tmp_path, path, away) as (engine, _):
                 if job == "examine":
-                    (tmp_path / "away").rename(path)
+                    away.rename(path)
                     await until(lambda: state(engine) == ("ready", ""))
                 monkeypatch.setattr(jobs, job, hang)
                 await until(began.is_set)
@@ -216,14 +246,9 @@ async def test_a_path_that_hangs_does_not_keep_the_daemon_from_its_stop(
         go.set()
 
 
-async def test_nothing_else_at_the_path_is_touched(tmp_path, look_often):
+async def test_nothing_else_at_the_path_is_touched(tmp_path, some_looks):
     path, away = tmp_path / "disk", tmp_path / "away"
-    path.mkdir()
-    async with running(beside(tmp_path, path)) as engine:
-        session = engine.session(0)
-        assert await put(engine, session, "k", b"value", 1) is None
-        path.rename(away)
-        await until(lambda: state(engine) == ("failing", LET_GO))
+    async with let_go(tmp_path, path, away) as (engine, session):
         assert open_count(away) == open_count(away / "VERSION") == open_count(away / "slots") == 0
         (tmp_path / "empty").mkdir()
         (tmp_path / "store").mkdir()
@@ -247,15 +272,10 @@ async def test_nothing_else_at_the_path_is_touched(tmp_path, look_often):
         assert await get(engine, session, "k", 1) == b"value"
 
 
-async def test_a_directory_that_another_daemon_has_meanwhile(tmp_path, look_often, expected_warnings):
+async def test_a_directory_that_another_daemon_has_meanwhile(tmp_path, some_looks, expected_warnings):
     expected_warnings.append("in trouble: .*in use by another kvcsfs daemon")
     path, away = tmp_path / "disk", tmp_path / "away"
-    path.mkdir()
-    async with running(beside(tmp_path, path)) as engine:
-        session = engine.session(0)
-        assert await put(engine, session, "k", b"value", 1) is None
-        path.rename(away)
-        await until(lambda: state(engine) == ("failing", LET_GO))
+    async with let_go(tmp_path, path, away) as (engine, session):
         other = SlotStore(away)
         away.rename(path)
         await until(lambda: "in use by another kvcsfs daemon" in state(engine)[1])
@@ -266,7 +286,7 @@ async def test_a_directory_that_another_daemon_has_meanwhile(tmp_path, look_ofte
         assert await get(engine, session, "k", 1) == b"value"
 
 
-async def test_it_goes_while_it_is_recovered(tmp_path, disk, look_often, monkeypatch, expected_warnings):
+async def test_it_goes_while_it_is_recovered(tmp_path, disk, some_looks, monkeypatch, expected_warnings):
     expected_warnings.append("can't be read, trying again")
     monkeypatch.setattr("kvcsfs.engine.volumes.RETRY_SECONDS", 0.01)
     async with running(beside(tmp_path, disk.path)) as engine:
@@ -292,7 +312,7 @@ async def test_it_goes_while_it_is_recovered(tmp_path, disk, look_often, monkeyp
         assert await get(engine, session, "k", 1) == b"value"
 
 
-async def test_a_reader_keeps_it(tmp_path, disk, look_often):
+async def test_a_reader_keeps_it(tmp_path, disk, some_looks):
     async with running(beside(tmp_path, disk.path)) as engine:
         session, volume = engine.session(0), engine.volumes[1]
         assert await put(engine, session, "k", b"value", 1) is None
@@ -316,7 +336,7 @@ async def test_a_reader_keeps_it(tmp_path, disk, look_often):
         await until(disk.is_free)
 
 
-async def test_a_reader_of_a_value_that_was_replaced_keeps_it(tmp_path, disk, look_often):
+async def test_a_reader_of_a_value_that_was_replaced_keeps_it(tmp_path, disk, some_looks):
     async with running(beside(tmp_path, disk.path)) as engine:
         session = engine.session(0)
         assert await put(engine, session, "k", b"value", 1) is None
@@ -332,7 +352,7 @@ async def test_a_reader_of_a_value_that_was_replaced_keeps_it(tmp_path, disk, lo
 
 
 @pytest.mark.parametrize("end", ["commit", "abort"])
-async def test_a_writer_keeps_it(tmp_path, disk, look_often, end):
+async def test_a_writer_keeps_it(tmp_path, disk, some_looks, end):
     async with running(beside(tmp_path, disk.path)) as engine:
         session = engine.session(0)
         staged = await reserve(engine, session, "k", 5, 1)
@@ -353,7 +373,7 @@ async def test_a_writer_keeps_it(tmp_path, disk, look_often, end):
         await settle(engine)
 
 
-async def test_work_under_way_keeps_it(tmp_path, disk, look_often, monkeypatch):
+async def test_work_under_way_keeps_it(tmp_path, disk, some_looks, monkeypatch):
     """A verification has the files open that it reads."""
     go, began = trio.Event(), trio.Event()
     real = SlotStore.verify

@@ -18,7 +18,7 @@ from kvcsfs.engine import recovery, volumes
 from kvcsfs.engine.engine import Engine
 from kvcsfs.engine.session import Staged
 from kvcsfs.errors import BusyError
-from tests.stores import checksum, config, get, keys, put, running, write
+from tests.stores import checksum, config, get, keys, put, running, unreadable, write
 
 pytestmark = pytest.mark.fault
 
@@ -79,14 +79,7 @@ async def test_a_start_that_can_not_read_tries_again(tmp_path, monkeypatch, expe
 
 async def test_one_mountpoint_that_can_not_be_read_stays_alone(tmp_path, monkeypatch, expected_warnings):
     expected_warnings.append("data1: can't be read, trying again: Input/output error")
-    real = recovery.recover
-
-    def failing(store, watch):
-        if store.directory.path.name == "data1":
-            raise OSError(errno.EIO, "Input/output error")
-        return real(store, watch)
-
-    monkeypatch.setattr(recovery, "recover", failing)
+    unreadable(monkeypatch, "data1")
     engine = Engine(config(tmp_path, mountpoints=2, backend="pooled"))
     async with engine.running():
         session = engine.session(0)

@@ -12,7 +12,7 @@ import pyfuse3
 import trio
 import trio.testing
 
-from kvcsfs.engine import recovery, upkeep
+from kvcsfs.engine import upkeep
 from kvcsfs.engine.engine import Engine
 from kvcsfs.errors import BackingError
 from kvcsfs.fuse.coherence import Coherence
@@ -20,7 +20,7 @@ from kvcsfs.fuse.contents import Contents
 from kvcsfs.fuse.inodes import File, Inodes
 from kvcsfs.fuse.operations import Operations
 from kvcsfs.fuse.tree import Tree
-from tests.stores import config, get, put, running
+from tests.stores import config, get, put, running, unreadable
 
 
 class Face:
@@ -245,14 +245,7 @@ async def test_one_directory_that_can_not_be_read_keeps_the_kernel_from_no_news(
     tmp_path, monkeypatch, expected_warnings
 ):
     expected_warnings.append("data1: can't be read, trying again: Input/output error")
-    real = recovery.recover
-
-    def failing(store, watch):
-        if store.directory.path.name == "data1":
-            raise OSError(errno.EIO, "Input/output error")
-        return real(store, watch)
-
-    monkeypatch.setattr(recovery, "recover", failing)
+    unreadable(monkeypatch, "data1")
     engine = Engine(config(tmp_path, mountpoints=2, backend="pooled"))
     async with engine.running(), trio.open_nursery() as nursery:
         face = Face(engine, monkeypatch)
