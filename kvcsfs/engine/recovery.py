@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 import xxhash
@@ -24,6 +23,7 @@ from kvcsfs.engine.directory import Directory, boot_id
 from kvcsfs.engine.entry import SOLE, UNPROVEN, Entry, flags_of
 from kvcsfs.engine.faults import point
 from kvcsfs.engine.store import SlotStore
+from kvcsfs.engine.syscalls import SAFE
 
 log = logging.getLogger(__name__)
 
@@ -71,12 +71,8 @@ class SnapshotWriter:
 
     def __init__(self, directory: Directory) -> None:
         self._directory = directory
-        self._file = open("snapshot.new", "wb", opener=self._private)  # noqa: SIM115 closed by finish
+        self._file = open("snapshot.new", "wb", opener=_below(directory.root))  # noqa: SIM115 closed by finish
         point("snapshot.begun")
-
-    def _private(self, name: str, flags: int) -> int:
-        """Open by the directory's descriptor: its path may lead elsewhere by now."""
-        return os.open(name, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=self._directory.root)
 
     def add(self, block: Sequence[Row]) -> None:
         """Append rows."""
@@ -108,42 +104,49 @@ class SnapshotWriter:
         self._file.write(len(block).to_bytes(4, "little") + xxhash.xxh3_64_digest(block) + block)
 
 
-def _plain(path: str, flags: int) -> int:
-    """Open what is no symbolic link: the snapshot of a directory is in it."""
-    return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW)
+def _below(root: int) -> Callable[[str, int], int]:
+    """Opens files of the directory whose descriptor is `root`, as its path may lead elsewhere by now; no links."""
+    return lambda name, flags: os.open(name, flags | SAFE, 0o600, dir_fd=root)
 
 
-def _blocks(path: Path) -> Iterator[bytes]:
-    with open(path, "rb", opener=_plain) as file:
-        while head := file.read(12):
-            block = file.read(int.from_bytes(head[:4], "little"))
-            if xxhash.xxh3_64_digest(block) != head[4:]:
-                raise ValueError("a damaged block")
-            yield block
+def _blocks(file: IO[bytes]) -> Iterator[bytes]:
+    while head := file.read(12):
+        block = file.read(int.from_bytes(head[:4], "little"))
+        if xxhash.xxh3_64_digest(block) != head[4:]:
+            raise ValueError("a damaged block")
+        yield block
 
 
-def read_snapshot(path: Path, watch: Watch) -> tuple[list[Row], Tail] | None:
-    """The rows and the tail of a snapshot; None if there is none or it is damaged, which is logged."""
-    decoder = msgspec.msgpack.Decoder(list[Row])
-    found: list[Row] = []
+def read_snapshot(root: int, path: Path, watch: Watch) -> tuple[list[Row], Tail] | None:
+    """The rows and the tail of a snapshot; None if there is none or it is damaged, which is logged.
+
+    `root` is a descriptor of its directory, whose path is for people.
+    """
     try:
-        size = path.stat().st_size
-        blocks = _blocks(path)
-        for block in blocks:
-            if not block:
-                break
-            found += decoder.decode(block)
-            watch.passed(len(found), len(found) * len(block) / max(size, 1) / SLICE)
-        tail = msgspec.msgpack.decode(next(blocks, b""), type=Tail)
-        if tail.format != FORMAT:
-            raise ValueError(f"format {tail.format}")
-        if next(blocks, None) is not None:
-            raise ValueError("more behind the last block")
+        with open("snapshot", "rb", opener=_below(root)) as file:
+            return _parse(file, watch)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, msgspec.MsgspecError) as exc:
-        log.warning("%s: not used, the footers are read instead: %s", path, exc)
+        log.warning("%s/snapshot: not used, the footers are read instead: %s", path, exc)
         return None
+
+
+def _parse(file: IO[bytes], watch: Watch) -> tuple[list[Row], Tail]:
+    decoder = msgspec.msgpack.Decoder(list[Row])
+    found: list[Row] = []
+    size = max(os.fstat(file.fileno()).st_size, 1)
+    blocks = _blocks(file)
+    for block in blocks:
+        if not block:
+            break
+        found += decoder.decode(block)
+        watch.passed(len(found), len(found) * len(block) / size / SLICE)
+    tail = msgspec.msgpack.decode(next(blocks, b""), type=Tail)
+    if tail.format != FORMAT:
+        raise ValueError(f"format {tail.format}")
+    if next(blocks, None) is not None:
+        raise ValueError("more behind the last block")
     return found, tail
 
 
@@ -170,10 +173,9 @@ class Watch:
 def recover(store: SlotStore, watch: Watch | None = None) -> Found:
     """Find every committed value of a store, and remove what is left of others. Raises OSError, Stopped."""
     watch = watch or Watch()
-    snapshot = read_snapshot(store.directory.path / "snapshot", watch)
+    snapshot = read_snapshot(store.directory.root, store.directory.path, watch)
     extras = snapshot[1].extras if snapshot else {}
     if snapshot and snapshot[1].clean and snapshot[1].epoch == store.directory.previous_epoch:
-        _check_place(store)
         doubt = 0 if store.directory.previous_boot == boot_id() else UNPROVEN
         entries = [_entry(row, doubt) for row in snapshot[0]]
         free = [FreeSlot(slot, size) for slot, size in snapshot[1].free_slots]
@@ -198,9 +200,9 @@ def _scan(store: SlotStore, known: dict[int, Row], watch: Watch) -> Found:
     """Entries from footers: of two with one key the higher generation wins. All else is unlinked."""
     best: dict[str, Entry] = {}
     leftovers: list[int] = []
-    for number, folder in enumerate(scan.scan(store.directory.path / "slots")):
+    for number, folder in enumerate(scan.scan(store.slots)):
         for complaint in folder.complaints:
-            log.warning("%s", complaint)
+            log.warning("%s/slots/%s", store.directory.path, complaint)
         leftovers += folder.leftovers
         for slot, key, size, checksum, generation, created in folder.rows:
             entry = Entry(key, slot, size, checksum, generation, created, UNPROVEN | flags_of(key))
@@ -213,16 +215,9 @@ def _scan(store: SlotStore, known: dict[int, Row], watch: Watch) -> Found:
                 leftovers.append(other.slot)
             best[key] = entry
         watch.passed(len(best), (number + 1) / scan.FOLDERS)
-    _check_place(store)
     for slot in leftovers:
         _unlink(store, slot)
     return Found(list(best.values()), [], {}, clean=False, removed=len(leftovers))
-
-
-def _check_place(store: SlotStore) -> None:
-    """Raise OSError if the store isn't at its path any more: what was read by it may be another's."""
-    if not store.directory.is_there():
-        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
 
 def load(found: Found, capacity: int) -> Catalog:

@@ -1,6 +1,7 @@
 """Reads the footers of a store, folder by folder; of a large one in several processes, as the interpreter is the limit.
 
-Run as a script it is such a process: its argument is the directory `slots`, its stdin a pipe that it shares with the
+`slots` is a descriptor of the directory, as its path may lead elsewhere by now. Run as a script it is such a process:
+its argument is the number of that descriptor, which it inherits, its stdin a pipe that it shares with the
 others and takes folders from, a byte each; what one holds goes to stdout behind its number and length, as msgpack.
 """
 
@@ -15,7 +16,6 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import IO, cast
 
 import msgspec
@@ -50,14 +50,14 @@ def name_of(slot: int) -> str:
     return "%x" % slot  # noqa: UP031 twice as fast as a format specification, and on the path of every put
 
 
-def read_folder(slots: Path, number: int) -> Folder:
+def read_folder(slots: int, number: int) -> Folder:
     """Read the footers of folder `number`. Names that aren't ours are passed over, and what is no plain file.
 
     A file with the footer of a newer format, or one that can't be read, is a complaint. Raises OSError for the folder.
     """
     found = Folder([], [], [])
-    path = slots / f"{number:02x}"
-    directory = os.open(path, _FLAGS | os.O_DIRECTORY)
+    path = f"{number:02x}"
+    directory = os.open(path, _FLAGS | os.O_DIRECTORY, dir_fd=slots)
     try:
         for name in os.listdir(directory):
             slot = _slot_of(name, number)
@@ -101,7 +101,7 @@ def _read_slot(directory: int, name: str, slot: int, found: Folder) -> None:
     found.leftovers.append(slot)
 
 
-def scan(slots: Path) -> Iterator[Folder]:
+def scan(slots: int) -> Iterator[Folder]:
     """Yield every folder once. Raises OSError."""
     rows = 0
     for number in range(SAMPLE):
@@ -117,7 +117,7 @@ def scan(slots: Path) -> Iterator[Folder]:
         yield read_folder(slots, number)
 
 
-def _read_apart(slots: Path, numbers: set[int]) -> Iterator[tuple[int, Folder]]:
+def _read_apart(slots: int, numbers: set[int]) -> Iterator[tuple[int, Folder]]:
     """Yield folders as processes read them, each once; those that a failing process had taken don't come.
 
     Nobody has a share of the folders beforehand: where puts take one slot and one generation in turn, slots come to
@@ -147,7 +147,7 @@ def _read_apart(slots: Path, numbers: set[int]) -> Iterator[tuple[int, Folder]]:
 
 
 @contextlib.contextmanager
-def _reader(slots: Path, queue: int) -> Iterator[IO[bytes] | None]:
+def _reader(slots: int, queue: int) -> Iterator[IO[bytes] | None]:
     """The output of a process that reads folders of the queue; None if it can't be had."""
     command = [sys.executable, "-m", "kvcsfs.engine.scan", str(slots)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -155,6 +155,7 @@ def _reader(slots: Path, queue: int) -> Iterator[IO[bytes] | None]:
         process = subprocess.Popen(
             command,
             bufsize=0,  # what lay in a buffer here, the selector wouldn't know of
+            pass_fds=[slots],
             stdin=queue,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -198,7 +199,7 @@ def _exactly(pipe: IO[bytes], size: int) -> bytearray | None:
 def main(slots: str) -> None:
     """Write the folders whose numbers come from stdin to stdout."""
     while number := os.read(0, 1):
-        block = msgspec.msgpack.encode(read_folder(Path(slots), number[0]))
+        block = msgspec.msgpack.encode(read_folder(int(slots), number[0]))
         sys.stdout.buffer.write(_HEAD.pack(number[0], len(block)) + block)
         sys.stdout.buffer.flush()
 

@@ -48,13 +48,13 @@ class SlotStore:
 
     def _use(self, directory: Directory) -> None:
         """Serve what is in a directory. Raises ConfigError, and it is closed."""
-        path, direct = directory.path, bool(self._client_flags)
+        path, root, direct = directory.path, directory.root, bool(self._client_flags)
         try:
             with contextlib.ExitStack() as opened:
                 opened.callback(directory.close)
-                slots = os.open("slots", os.O_RDONLY | os.O_DIRECTORY | SAFE, dir_fd=directory.root)
+                slots = os.open("slots", os.O_RDONLY | os.O_DIRECTORY | SAFE, dir_fd=root)
                 opened.callback(os.close, slots)
-                align = direct_alignment(path / "VERSION") if direct else 0
+                align = direct_alignment(root, "VERSION") if direct else 0
                 if direct and not align:
                     raise ConfigError(f'{path}: the file system has no direct I/O, expected io = "buffered"')
                 kind = directory.file_system()
@@ -64,17 +64,17 @@ class SlotStore:
         self.align = align
         self.in_memory = kind in _MEMORY
         self.is_local = kind in _LOCAL  # no network and no other process behind it
-        self.directory, self._slots = directory, slots
+        self.directory, self.slots = directory, slots
 
     @property
     def given_up(self) -> bool:
         """Whether it has no directory: between `give_up` and `take_up`, where every call on a file fails (EBADF)."""
-        return self._slots < 0
+        return self.slots < 0
 
     def give_up(self) -> list[int]:
         """Let the directory go; returns its descriptors, to be closed."""
-        fds = [fd for fd in (self._slots, *self.directory.give_up()) if fd >= 0]
-        self._slots = -1
+        fds = [fd for fd in (self.slots, *self.directory.give_up()) if fd >= 0]
+        self.slots = -1
         return fds
 
     def take_up(self) -> None:
@@ -89,8 +89,8 @@ class SlotStore:
     def probe(self) -> None:
         """Ask the file system for something small that it can't answer from a cache; an error is an answer."""
         try:
-            os.close(os.open("probe", os.O_WRONLY | os.O_CREAT | SAFE, 0o600, dir_fd=self._slots))
-            os.unlink("probe", dir_fd=self._slots)
+            os.close(os.open("probe", os.O_WRONLY | os.O_CREAT | SAFE, 0o600, dir_fd=self.slots))
+            os.unlink("probe", dir_fd=self.slots)
         except OSError:
             pass
 
@@ -112,7 +112,7 @@ class SlotStore:
         return self._open(slot, os.O_RDWR)
 
     def _open(self, slot: int, flags: int) -> int:
-        return os.open(self._path(slot), flags | SAFE, dir_fd=self._slots)
+        return os.open(self._path(slot), flags | SAFE, dir_fd=self.slots)
 
     def create(self, slot: int, size: int) -> int:
         """Make a slot file of `size` bytes and return a write-only descriptor for a client."""
@@ -123,7 +123,7 @@ class SlotStore:
         return self._create(slot, 0, os.O_RDWR)
 
     def _create(self, slot: int, size: int, flags: int) -> int:
-        fd = os.open(self._path(slot), flags | os.O_CREAT | os.O_EXCL | SAFE, 0o600, dir_fd=self._slots)
+        fd = os.open(self._path(slot), flags | os.O_CREAT | os.O_EXCL | SAFE, 0o600, dir_fd=self.slots)
         point("slot.made")
         try:
             if size:
@@ -138,7 +138,7 @@ class SlotStore:
     def unlink(self, slot: int) -> None:
         """Remove a slot file; one that is gone already is fine."""
         try:
-            os.unlink(self._path(slot), dir_fd=self._slots)
+            os.unlink(self._path(slot), dir_fd=self.slots)
         except FileNotFoundError:
             pass
 
@@ -220,7 +220,7 @@ class SlotStore:
     def sync_names(self, slots: Iterable[int]) -> None:
         """Make the names of slots durable."""
         for folder in {slot % FOLDERS for slot in slots}:
-            fd = os.open(f"{folder:02x}", os.O_RDONLY | os.O_DIRECTORY | SAFE, dir_fd=self._slots)
+            fd = os.open(f"{folder:02x}", os.O_RDONLY | os.O_DIRECTORY | SAFE, dir_fd=self.slots)
             try:
                 os.fsync(fd)
             finally:

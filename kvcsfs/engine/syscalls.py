@@ -7,7 +7,6 @@ import errno
 import os
 import struct
 from fcntl import F_SETLEASE, F_UNLCK, F_WRLCK, fcntl
-from pathlib import Path
 
 import xxhash
 
@@ -15,7 +14,6 @@ from kvcsfs.errors import BackingError, CapacityError, KvcsError
 
 SAFE = os.O_CLOEXEC | os.O_NOFOLLOW  # of every open: what is below a data directory is never a link
 READ_CHUNK = 1 << 20
-_AT_FDCWD = -100
 _STATX_DIOALIGN = 0x2000
 _KEEP_SIZE = 1  # FALLOC_FL_KEEP_SIZE, fallocate(2)
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -28,10 +26,13 @@ def failure(exc: OSError, doing: str) -> KvcsError:
     return BackingError(f"{doing}: {exc.strerror}")
 
 
-def direct_alignment(path: Path) -> int:
-    """The alignment in bytes that direct I/O to a file needs; 0 where its file system has none. Source: statx(2)."""
+def direct_alignment(directory: int, name: str) -> int:
+    """The alignment in bytes that direct I/O to a file of a directory needs; 0 where its file system has none.
+
+    Source: statx(2).
+    """
     answer = ctypes.create_string_buffer(256)
-    if _libc.statx(_AT_FDCWD, os.fsencode(path), 0, _STATX_DIOALIGN, answer):
+    if _libc.statx(directory, os.fsencode(name), 0, _STATX_DIOALIGN, answer):
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
     (mask,) = struct.unpack_from("<I", answer, 0)

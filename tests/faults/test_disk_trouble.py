@@ -168,7 +168,7 @@ async def test_a_disk_that_turns_read_only_and_back(
     real = os.open
 
     def read_only(path, flags, mode=0o777, *, dir_fd=None):
-        if flags & (os.O_WRONLY | os.O_RDWR) and dir_fd in (store.directory.root, store._slots):
+        if flags & (os.O_WRONLY | os.O_RDWR) and dir_fd in (store.directory.root, store.slots):
             raise OSError(30, "Read-only file system")
         return real(path, flags, mode, dir_fd=dir_fd)
 

@@ -157,7 +157,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     here: list[int] = []
     real = scan.read_folder
 
-    def read_folder(slots: Path, number: int) -> scan.Folder:
+    def read_folder(slots: int, number: int) -> scan.Folder:
         here.append(number)
         return real(slots, number)  # type: ignore[no-any-return]
 
@@ -177,13 +177,13 @@ def test_processes_read_a_large_store(tmp_path, monkeypatch, first):
     store = SlotStore(tmp_path)
     for i in range(600):
         stored(store, f"k{i}", b"x")
-    alone = [scan.read_folder(tmp_path / "slots", i) for i in range(scan.FOLDERS)]
+    alone = [scan.read_folder(store.slots, i) for i in range(scan.FOLDERS)]
     here = counted(monkeypatch)
     program = tmp_path / "python"
     program.write_text(f'#!/bin/sh\nmkdir {tmp_path}/begun && {{ {instead}; }}\nexec {sys.executable} "$@"\n')
     program.chmod(0o700)
     monkeypatch.setattr("sys.executable", str(program))
-    found = list(scan.scan(tmp_path / "slots"))
+    found = list(scan.scan(store.slots))
     assert sorted(found, key=lambda folder: folder.rows) == sorted(alone, key=lambda folder: folder.rows)
     assert sum(len(folder.rows) for folder in found) == 600
     assert here[: scan.SAMPLE] == list(range(scan.SAMPLE))
@@ -197,6 +197,6 @@ def test_without_processes_a_large_store_is_read_here(tmp_path, monkeypatch):
         stored(store, f"k{i}", b"x")
     here = counted(monkeypatch)
     monkeypatch.setattr("sys.executable", "/no/such/program")
-    assert sum(len(folder.rows) for folder in scan.scan(tmp_path / "slots")) == 600
+    assert sum(len(folder.rows) for folder in scan.scan(store.slots)) == 600
     assert here == list(range(scan.FOLDERS))
     store.close()

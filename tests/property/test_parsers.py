@@ -130,5 +130,7 @@ SNAPSHOT = b"".join(
 def test_a_snapshot(tmp_path, expected_warnings, content):
     expected_warnings.append("the footers are read instead")
     (tmp_path / "snapshot").write_bytes(content)
-    found = recovery.read_snapshot(tmp_path / "snapshot", recovery.Watch())
+    root = os.open(tmp_path, os.O_RDONLY)
+    found = recovery.read_snapshot(root, tmp_path, recovery.Watch())
+    os.close(root)
     assert found is None or content == SNAPSHOT or found[0] == []

@@ -53,7 +53,7 @@ def test_a_sealed_object_is_value_padding_footer(store, tmp_path):
 def footers(store: SlotStore) -> dict[int, str | None]:
     """The key of every slot, None for one of no value."""
     found: dict[int, str | None] = {}
-    for folder in scan(store.directory.path / "slots"):
+    for folder in scan(store.slots):
         assert not folder.complaints
         found.update({row[0]: row[1] for row in folder.rows} | dict.fromkeys(folder.leftovers))
     return found
