@@ -28,6 +28,7 @@ WHOLE_BYTES = (
     64 << 20
 )  # up to here a hashed value is one piece of work: hashing beside the transfer is cheaper
 PROCESSORS = len(os.sched_getaffinity(0))
+OTHERS = max(1, PROCESSORS - 1)  # threads beside the caller's; one at least, as it may wait for the daemon
 BUSY_SHARE = 0.25  # a piece that has the processor for less of its time waited for a disk
 IOV_MAX = 1024  # of one preadv or pwritev, sysconf(_SC_IOV_MAX)
 
@@ -88,7 +89,7 @@ class Transfer:
             self._pending += len(pieces)
             (self._slow if slow else self._ready).extend(pieces)
             # Ready work keeps processors busy: more threads than those only wait for each other, and the caller is one.
-            wanted = min(len(self._slow), self._slow_threads) or min(PROCESSORS, len(self._ready) - 1)
+            wanted = min(len(self._slow), self._slow_threads) or min(OTHERS, len(self._ready) - 1)
             calls = max(0, min(wanted, self._pool.size) - self._helpers)
             self._helpers += calls
         for _ in range(calls):
