@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Self, TypeAlias, cast
+from typing import Any, Self, TypeAlias, cast
 
 from xxhash import xxh3_128, xxh3_128_digest
 
@@ -71,11 +71,8 @@ def check_targets(buffers: Sequence[Buffer | Sequence[Buffer]]) -> list[Target]:
             raise ValueError("a buffer is given twice")
         return list(cast("Sequence[bytearray]", buffers))
     targets: list[Target] = []
-    pieces: list[memoryview] = []
-    if kinds == {memoryview} and all(
-        map(_is_plain, cast("Sequence[memoryview]", buffers))
-    ):  # the other common case
-        pieces = list(cast("Sequence[memoryview]", buffers))
+    pieces = _plain_views(buffers, writable=True) if not kinds & {list, tuple} else []
+    if pieces:
         targets = list(pieces)
     else:
         for i, buffer in enumerate(buffers):
@@ -86,13 +83,22 @@ def check_targets(buffers: Sequence[Buffer | Sequence[Buffer]]) -> list[Target]:
     return targets
 
 
-def _is_plain(view: memoryview) -> bool:
-    return view.format == "B" and view.ndim == 1 and not view.readonly and view.c_contiguous
+def _plain_views(buffers: Sequence[Any], writable: bool) -> list[memoryview]:
+    """Views of buffers of plain bytes, by one look at all; empty if one of them needs a look of its own."""
+    try:
+        views = [memoryview(buffer) for buffer in buffers]
+    except TypeError:
+        return []
+    if not all(view.c_contiguous and view.ndim == 1 and view.format == "B" for view in views):
+        return []
+    return [] if writable and any(view.readonly for view in views) else views
 
 
 def _writable_views(buffer: Buffer | Sequence[Buffer], what: str) -> list[memoryview]:
     if isinstance(buffer, list | tuple):
-        return [_writable(piece, f"{what}[{j}]") for j, piece in enumerate(buffer)]
+        return _plain_views(buffer, writable=True) or [
+            _writable(piece, f"{what}[{j}]") for j, piece in enumerate(buffer)
+        ]
     return [_writable(cast("Buffer", buffer), what)]  # which refuses any other sequence
 
 
@@ -115,7 +121,9 @@ def check_source(value: Buffer | Sequence[Buffer], what: str) -> Source:
     if type(value) is bytes or type(value) is bytearray:
         return value
     if isinstance(value, list | tuple):
-        return [as_bytes(segment, f"{what}[{j}]") for j, segment in enumerate(value)]
+        return _plain_views(value, writable=False) or [
+            as_bytes(segment, f"{what}[{j}]") for j, segment in enumerate(value)
+        ]
     return as_bytes(cast("Buffer", value), what)  # which refuses any other sequence
 
 
