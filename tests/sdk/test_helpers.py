@@ -8,8 +8,6 @@ import mmap
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -19,15 +17,6 @@ from kvcsfs.errors import KvcsUnavailableError
 from kvcsfs.sdk import BufferPool, KvcsLowLevelClient, LLGetItemOpt, LLPutItem, WriteBackQueue
 from kvcsfs.sdk.buffers import check_source, check_targets, cut, uninitialised
 from kvcsfs.sdk.metrics import Meter, Recorder, Reporter
-from tests.sdk.fake_daemon import FakeDaemon
-
-
-@pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
-    fake = FakeDaemon(tmp_path)
-    yield fake
-    fake.stop()
-
 
 # -- buffers
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import random
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from kvcs import KvcsLowLevelClient
-from tests.engines.daemon import Daemon
-from tests.unit.connectors_fake import (
+from tests.connectors.fakes import (
     BFLOAT16,
     SGLANG,
     HiCacheStorageConfig,
@@ -21,28 +19,11 @@ from tests.unit.connectors_fake import (
     PoolName,
     PoolTransfer,
     Tensor,
-    connector,
 )
+from tests.engines.daemon import Daemon
 
+CONNECTOR = ("sglang", SGLANG)
 KEYS = [f"{i:064x}" for i in range(8)]
-
-
-@pytest.fixture(scope="module")
-def module() -> Iterator[Any]:
-    with connector("sglang", SGLANG) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    with Daemon(tmp_path_factory.mktemp("store"), 64 << 20) as made:
-        yield made
-
-
-@pytest.fixture
-def daemon(running: Daemon) -> Daemon:
-    running.empty()
-    return running
 
 
 def backend(module: Any, socket: str, pool: Any = None, zero_copy: int = 1, **changes: Any) -> Any:

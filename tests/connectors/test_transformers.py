@@ -3,43 +3,24 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.engines.daemon import Daemon
-from tests.unit.connectors_fake import (
+from tests.connectors.fakes import (
     BFLOAT16,
     FLOAT16,
     FLOAT32,
     TRANSFORMERS,
     DynamicCache,
     Tensor,
-    connector,
 )
+from tests.engines.daemon import Daemon
 
+CONNECTOR = ("transformers", TRANSFORMERS)
 TOKENS = list(range(500, 571))  # 4 blocks of 16, and 7 tokens more
 SHAPES = [(2, 8, 8), (1, 4, 12), (3, 8, 4)]  # layers that differ
-
-
-@pytest.fixture(scope="module")
-def module() -> Iterator[Any]:
-    with connector("transformers", TRANSFORMERS) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    with Daemon(tmp_path_factory.mktemp("store"), 64 << 20) as made:
-        yield made
-
-
-@pytest.fixture
-def daemon(running: Daemon) -> Daemon:
-    running.empty()
-    return running
 
 
 def model(dtype: Any = BFLOAT16, **changes: Any) -> Any:

@@ -8,7 +8,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,13 +21,6 @@ SLACK_SECONDS = (
     0.2  # the contract says 0.05; the rest is for a machine that runs other tests at the same time
 )
 VALUE = bytes(range(256)) * 256
-
-
-@pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
-    fake = FakeDaemon(tmp_path)
-    yield fake
-    fake.stop()
 
 
 @pytest.fixture

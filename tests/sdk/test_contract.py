@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,19 +15,6 @@ from tests.sdk.fake_daemon import FakeDaemon
 
 KIB = 1024
 EMPTY, NUL, LONG, SURROGATE = "", "a\0b", "k" * 257, "\ud800"
-
-
-@pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
-    fake = FakeDaemon(tmp_path)
-    yield fake
-    fake.stop()
-
-
-@pytest.fixture
-def client(daemon: FakeDaemon) -> Iterator[KvcsLowLevelClient]:
-    with KvcsLowLevelClient(daemon.path) as made:
-        yield made
 
 
 def get_into(client: KvcsLowLevelClient, keys: list[str], size: int = 8, **options: object) -> list[int]:

@@ -7,8 +7,6 @@ import gc
 import os
 import resource
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -16,20 +14,6 @@ from kvcsfs import wire
 from kvcsfs.errors import KvcsClosedError, KvcsUnavailableError
 from kvcsfs.sdk import KvcsLowLevelClient, LLGetItemOpt, LLPutItem
 from kvcsfs.sdk.connection import close_fds
-from tests.sdk.fake_daemon import FakeDaemon
-
-
-@pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
-    fake = FakeDaemon(tmp_path)
-    yield fake
-    fake.stop()
-
-
-@pytest.fixture
-def client(daemon: FakeDaemon) -> Iterator[KvcsLowLevelClient]:
-    with KvcsLowLevelClient(daemon.path) as made:
-        yield made
 
 
 def get(client: KvcsLowLevelClient, *keys: str) -> list[int]:

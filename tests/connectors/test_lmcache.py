@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 from kvcs import KvcsLowLevelClient
-from tests.engines.daemon import Daemon
-from tests.unit.connectors_fake import (
+from tests.connectors.fakes import (
     BFLOAT16,
     FLOAT16,
     LMCACHE,
@@ -20,30 +16,13 @@ from tests.unit.connectors_fake import (
     CpuBackend,
     MemoryFormat,
     MemoryObj,
-    connector,
 )
+from tests.engines.daemon import Daemon
 
+CONNECTOR = ("lmcache", LMCACHE)
 SHAPE = [16, 256, 8]
 FULL, PARTIAL = 16 * 256 * 8 * 2, 16 * 3 * 8 * 2
 KEYS = [CacheEngineKey(i + 0xABC) for i in range(8)]
-
-
-@pytest.fixture(scope="module")
-def module() -> Iterator[Any]:
-    with connector("lmcache", LMCACHE) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    with Daemon(tmp_path_factory.mktemp("store"), 64 << 20) as made:
-        yield made
-
-
-@pytest.fixture
-def daemon(running: Daemon) -> Daemon:
-    running.empty()
-    return running
 
 
 def config(socket: str, **options: Any) -> Any:

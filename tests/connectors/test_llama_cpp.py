@@ -84,18 +84,6 @@ class Server:
         self._http.server_close()
 
 
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    with Daemon(tmp_path_factory.mktemp("store"), 64 << 20) as made:
-        yield made
-
-
-@pytest.fixture
-def daemon(running: Daemon) -> Daemon:
-    running.empty()
-    return running
-
-
 @pytest.fixture
 def slots(tmp_path: Path) -> Path:
     return tmp_path / "memory" / "slots"

@@ -4,35 +4,18 @@ from __future__ import annotations
 
 import os
 import select
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from tests.connectors.fakes import BFLOAT16, FLOAT16, LMCACHE_L2, MemoryObj, ObjectKey
 from tests.engines.daemon import Daemon
-from tests.unit.connectors_fake import BFLOAT16, FLOAT16, LMCACHE_L2, MemoryObj, ObjectKey, connector
 
+CONNECTOR = ("lmcache_l2", LMCACHE_L2)
 SHAPE = [16, 64, 8]
 SIZE = 16 * 64 * 8 * 2
 KEYS = [ObjectKey(bytes([i]) * 32) for i in range(6)]
-
-
-@pytest.fixture(scope="module")
-def module() -> Iterator[Any]:
-    with connector("lmcache_l2", LMCACHE_L2) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    with Daemon(tmp_path_factory.mktemp("store"), 64 << 20) as made:
-        yield made
-
-
-@pytest.fixture
-def daemon(running: Daemon) -> Daemon:
-    running.empty()
-    return running
 
 
 def objects(count: int, dtype: Any = BFLOAT16) -> list[MemoryObj]:

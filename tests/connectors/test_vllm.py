@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvcs import KvcsLowLevelClient, LLPutItem
-from tests.engines.daemon import Daemon
-from tests.unit.connectors_fake import (
+from tests.connectors.fakes import (
     VLLM,
     JobResult,
     Locality,
@@ -20,9 +18,10 @@ from tests.unit.connectors_fake import (
     OffloadingEvent,
     ReqContext,
     TransferJob,
-    connector,
 )
+from tests.engines.daemon import Daemon
 
+CONNECTOR = ("vllm", VLLM)
 BLOCK = 64 << 10
 FIELDS = {"model_name": "org/model", "dtype": "bfloat16", "tp_size": 1}
 REQUEST = ReqContext("r")
@@ -33,24 +32,6 @@ def offload_key(i: int, group: int = 0) -> bytes:
 
 
 KEYS = [offload_key(i) for i in range(8)]
-
-
-@pytest.fixture(scope="module")
-def module() -> Iterator[Any]:
-    with connector("vllm", VLLM) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    with Daemon(tmp_path_factory.mktemp("store"), 64 << 20) as made:
-        yield made
-
-
-@pytest.fixture
-def daemon(running: Daemon) -> Daemon:
-    running.empty()
-    return running
 
 
 class Tier:
