@@ -84,14 +84,17 @@ def check_targets(buffers: Sequence[Buffer | Sequence[Buffer]]) -> list[Target]:
 
 
 def _plain_views(buffers: Sequence[Any], writable: bool) -> list[memoryview]:
-    """Views of buffers of plain bytes, by one look at all; empty if one of them needs a look of its own."""
+    """Views of buffers of bytes, by one look at all; empty if one of them needs a look of its own."""
     try:
         views = [memoryview(buffer) for buffer in buffers]
     except TypeError:
         return []
-    if not all(view.c_contiguous and view.ndim == 1 and view.format == "B" for view in views):
+    formats = {view.format for view in views}
+    if not formats <= {"B", "<B"} or not all(view.c_contiguous and view.ndim == 1 for view in views):
         return []
-    return [] if writable and any(view.readonly for view in views) else views
+    if writable and any(view.readonly for view in views):
+        return []
+    return [view.cast("B") for view in views] if "<B" in formats else views  # as arrays of ctypes name it
 
 
 def _writable_views(buffer: Buffer | Sequence[Buffer], what: str) -> list[memoryview]:

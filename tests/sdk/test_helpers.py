@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import ctypes
 import errno
 import mmap
 import subprocess
@@ -34,7 +35,15 @@ def test_buffers_of_any_item_size_are_bytes(daemon):
         assert grid.tobytes() == pages[:80] == numbers.tobytes()
 
 
-BASE = bytearray(100)
+def test_pieces_of_any_kind_are_bytes():
+    made = (ctypes.c_ubyte * 6)()
+    ((first, second),) = check_targets([(memoryview(made), memoryview(bytearray(2)))])
+    first[:2], second[:] = b"ab", b"cd"  # views of other formats take no bytes
+    assert bytes(made) == b"ab\0\0\0\0"
+    assert check_source([memoryview(made), b"x"], "value") == [b"ab\0\0\0\0", b"x"]
+
+
+BASE, PAGES = bytearray(100), mmap.mmap(-1, 4096)
 
 
 @pytest.mark.parametrize(
@@ -46,6 +55,8 @@ BASE = bytearray(100)
         ([BASE, memoryview(BASE)[50:60]], "share memory"),
         ([memoryview(BASE)[:51], memoryview(BASE)[50:]], "share memory"),
         ([[memoryview(BASE)[:51], memoryview(BASE)[50:]]], "share memory"),
+        ([memoryview(PAGES)[:51], memoryview(PAGES)[50:]], "share memory"),
+        ([memoryview(BASE), memoryview(PAGES), memoryview(BASE)], "share memory"),
         ([[bytearray(1), b"x"]], r"buffers\[0\]\[1\] must be writable"),
     ],
 )
