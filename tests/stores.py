@@ -6,7 +6,7 @@ import errno
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -146,8 +146,12 @@ def slot_files(data: Path) -> list[Path]:
 
 
 def bytes_on_disk(data: Path) -> int:
-    """The sum of their sizes."""
-    return sum(p.stat().st_size for p in slot_files(data))
+    """The sum of their sizes; what is removed meanwhile has none."""
+    total = 0
+    for path in slot_files(data):
+        with suppress(FileNotFoundError):
+            total += path.stat().st_size
+    return total
 
 
 def stored(store: SlotStore, key: str, value: bytes, generation: int | None = None) -> Entry:

@@ -128,7 +128,7 @@ SNAPSHOT = b"".join(
 @often
 @given(damaged([SNAPSHOT]))
 def test_a_snapshot(tmp_path, expected_warnings, content):
-    expected_warnings.append("the footers are read instead")
+    expected_warnings[:] = ["the footers are read instead"]  # one, however many examples
     (tmp_path / "snapshot").write_bytes(content)
     root = os.open(tmp_path, os.O_RDONLY)
     found = recovery.read_snapshot(root, tmp_path, recovery.Watch())
