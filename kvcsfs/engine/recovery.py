@@ -110,8 +110,13 @@ def _below(root: int) -> Callable[[str, int], int]:
 
 
 def _blocks(file: IO[bytes]) -> Iterator[bytes]:
+    left = os.fstat(file.fileno()).st_size
     while head := file.read(12):
-        block = file.read(int.from_bytes(head[:4], "little"))
+        size = int.from_bytes(head[:4], "little")
+        left -= len(head) + size
+        if left < 0:  # before a read, which would take memory for all of it
+            raise ValueError("a block that is longer than the file")
+        block = file.read(size)
         if xxhash.xxh3_64_digest(block) != head[4:]:
             raise ValueError("a damaged block")
         yield block

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import xxhash
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from kvcsfs import config, wire
@@ -125,8 +125,13 @@ SNAPSHOT = b"".join(
 )
 
 
+LAST_TOO_LONG = bytearray(SNAPSHOT)
+LAST_TOO_LONG[78] = 1  # of the last block's length: 256 bytes more than are there
+
+
 @often
 @given(damaged([SNAPSHOT]))
+@example(bytes(LAST_TOO_LONG))
 def test_a_snapshot(tmp_path, expected_warnings, content):
     expected_warnings[:] = ["the footers are read instead"]  # one, however many examples
     (tmp_path / "snapshot").write_bytes(content)
