@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import re
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -12,6 +13,7 @@ from typing import Any, Self, TypeAlias, cast
 
 from xxhash import xxh3_128, xxh3_128_digest
 
+from kvcsfs.sdk.deadline import wait_seconds
 from kvcsfs.sdk.results import Buffer
 
 Target: TypeAlias = "bytearray | memoryview | list[memoryview]"  # bytes, C-contiguous, writable
@@ -34,7 +36,7 @@ def as_bytes(buffer: Buffer, what: str) -> memoryview:
     """View a buffer as plain bytes.
 
     Raises:
-        TypeError: no buffer. ValueError: its memory is not C-contiguous.
+        TypeError: no buffer. ValueError: its memory is not C-contiguous, or holds references to objects.
     """
     try:
         view = memoryview(buffer)
@@ -44,12 +46,11 @@ def as_bytes(buffer: Buffer, what: str) -> memoryview:
         raise ValueError(f"{what} must be contiguous in memory")
     if view.format == "B" and view.ndim == 1:
         return view
+    if "O" in re.sub(":.*?:", "", view.format):  # of a struct, the names of its fields stand in colons
+        raise ValueError(f"{what} has elements of format {view.format!r}, which are no bytes but objects")
     if not view.nbytes:  # cast() refuses it
         return memoryview(b"" if view.readonly else bytearray())
-    try:
-        return view.cast("B")
-    except (TypeError, ValueError):
-        raise ValueError(f"{what} has elements of format {view.format!r}: view it as bytes first") from None
+    return view.cast("B")
 
 
 def _writable(buffer: Buffer, what: str) -> memoryview:
@@ -185,14 +186,17 @@ class BufferPool:
 
         Raises:
             ValueError: more than the pool has. TimeoutError: they were not returned in time.
+            OSError: no memory for what `grow` asked for; the pool has its buffers still.
         """
         if not 0 <= count <= self.count:
             raise ValueError(f"the pool has {self.count} buffers, not {count}")
         with self._returned:
-            if not self._returned.wait_for(lambda: len(self._free) >= count, timeout_s):
+            if not self._returned.wait_for(lambda: len(self._free) >= count, wait_seconds(timeout_s)):
                 raise TimeoutError(f"{count} buffers were not free within {timeout_s} s")
+            for i in range(len(self._free) - count, len(self._free)):
+                if len(self._free[i]) < self.size:
+                    self._free[i] = Pages.make(self, self.size)  # before any is taken, as it may fail
             taken = [self._free.pop() for _ in range(count)]
-            taken = [pages if len(pages) >= self.size else Pages.make(self, self.size) for pages in taken]
             for pages in taken:
                 pages.returned = False
         try:

@@ -247,6 +247,7 @@ class KvcsLowLevelClient:
             ValueError: a value whose memory can't be used, before any byte moves.
         """
         deadline, options = self._begin(deadline_s, opts)
+        items = list(items)
         keys = keys_of(items, "LLPutItem")
         if not all(isinstance(item, LLPutItem) for item in items):
             raise TypeError("items must be a sequence of LLPutItem")

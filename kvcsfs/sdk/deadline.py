@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import sys
 import threading
 from time import monotonic
 
 
 def check_seconds(name: str, seconds: float) -> float:
-    """Return the seconds, 0 as infinity.
+    """Return the seconds as a plain float, which goes into a message; 0 as infinity.
 
     Raises:
         TypeError: not a number. ValueError: negative or not a number at all.
@@ -17,7 +18,12 @@ def check_seconds(name: str, seconds: float) -> float:
         raise TypeError(f"{name} must be a number of seconds, not {type(seconds).__name__}")
     if not seconds >= 0:  # NaN as well
         raise ValueError(f"{name} must be 0 or more seconds, not {seconds}")
-    return seconds or math.inf
+    return float(seconds) if 0 < seconds <= sys.float_info.max else math.inf
+
+
+def wait_seconds(seconds: float | None) -> float | None:
+    """How long a caller wants to wait, for `Condition.wait` and `Thread.join`, which refuse infinity."""
+    return None if seconds is None or seconds > threading.TIMEOUT_MAX else seconds
 
 
 class Deadline:

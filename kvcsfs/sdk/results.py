@@ -43,12 +43,14 @@ class LLBatchOptions:
     renew: bool | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.mountpoint_index, int):
+        if isinstance(self.mountpoint_index, bool) or not isinstance(self.mountpoint_index, int):
             raise TypeError(f"mountpoint_index must be an int, not {type(self.mountpoint_index).__name__}")
         if self.if_exists not in get_args(IfExists):
             raise ValueError(
                 f"if_exists must be one of {', '.join(get_args(IfExists))}, not {self.if_exists!r}"
             )
+        if self.renew is not None and not isinstance(self.renew, bool):
+            raise TypeError(f"renew must be True, False or None, not {type(self.renew).__name__}")
 
 
 # gc=False: they hold nothing that could refer back to them, and a batch of 256 would wake the collector.

@@ -266,7 +266,7 @@ def test_deadlines_that_do(client, seconds):
     assert client.ll_batch_query(["a"], seconds)[0].status == "not_found"
 
 
-WRONG: Any = {"key": None, "value": "text", "segment": 3, "index": "0", "path": 3, "count": 1.5}
+WRONG: Any = {"key": None, "value": "text", "segment": 3, "index": "0", "path": 3, "count": 1.5, "renew": 0}
 
 
 @pytest.mark.parametrize(
@@ -282,6 +282,8 @@ WRONG: Any = {"key": None, "value": "text", "segment": 3, "index": "0", "path": 
         (lambda c: c.ll_batch_query(["a"], "1"), "seconds, not str"),
         (lambda c: c.ll_batch_query(["a"], opts={}), "LLBatchOptions"),
         (lambda c: LLBatchOptions(mountpoint_index=WRONG["index"]), "mountpoint_index"),
+        (lambda c: LLBatchOptions(mountpoint_index=True), "mountpoint_index must be an int, not bool"),
+        (lambda c: LLBatchOptions(renew=WRONG["renew"]), "renew must be True, False or None, not int"),
         (lambda c: KvcsLowLevelClient(WRONG["path"]), "path"),
         (lambda c: KvcsLowLevelClient("s", get_workers=WRONG["count"]), "get_workers must be an int"),
     ],
@@ -319,3 +321,24 @@ def test_the_sockets_path_comes_from_the_environment(daemon, monkeypatch):
 def test_the_timeout_is_a_timeout_error():
     assert issubclass(KvcsTimeoutError, TimeoutError)
     assert not issubclass(KvcsError, ValueError)
+
+
+class Seconds(float):
+    """As numpy's float64, which stays one in sums, and which the wire's encoder refuses."""
+
+    def __radd__(self, other: float) -> Seconds:
+        return Seconds(other + float(self))
+
+    def __sub__(self, other: float) -> Seconds:
+        return Seconds(float(self) - other)
+
+
+@pytest.mark.parametrize("seconds", [Seconds(5), 10**400, 1e300])
+def test_any_number_of_seconds_is_a_deadline(client, seconds):
+    assert client.ll_batch_put([LLPutItem("a", b"v")], seconds)[0].status == 0
+    assert client.ll_batch_get_items([LLGetItemOpt("a")], seconds)[0].data == b"v"
+
+
+def test_items_may_come_one_by_one(client):
+    assert [r.status for r in client.ll_batch_put(LLPutItem(k, b"v") for k in "abc")] == [0, 0, 0]
+    assert [r.status for r in client.ll_batch_get_items(LLGetItemOpt(k) for k in "abc")] == [1, 1, 1]
