@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import array
+import asyncio
 import ctypes
 import errno
+import math
 import mmap
+import os
 import subprocess
 import sys
 import threading
+from functools import partial
+from typing import ClassVar
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -46,6 +51,14 @@ def test_pieces_of_any_kind_are_bytes():
 BASE, PAGES = bytearray(100), mmap.mmap(-1, 4096)
 
 
+class Named(ctypes.Structure):
+    _fields_: ClassVar = [("Of", ctypes.c_int), ("any", ctypes.py_object)]
+
+
+class Plain(ctypes.Structure):
+    _fields_: ClassVar = [("Of", ctypes.c_int)]
+
+
 @pytest.mark.parametrize(
     ("buffers", "message"),
     [
@@ -58,6 +71,11 @@ BASE, PAGES = bytearray(100), mmap.mmap(-1, 4096)
         ([memoryview(PAGES)[:51], memoryview(PAGES)[50:]], "share memory"),
         ([memoryview(BASE), memoryview(PAGES), memoryview(BASE)], "share memory"),
         ([[bytearray(1), b"x"]], r"buffers\[0\]\[1\] must be writable"),
+        (
+            [(ctypes.py_object * 2)()],
+            r"buffers\[0\] has elements of format '<?O', which are no bytes but objects",
+        ),
+        ([bytearray(1), Named()], r"buffers\[1\] has elements of format"),
     ],
 )
 def test_buffers_that_can_not_be_read_into(buffers, message):
@@ -68,6 +86,11 @@ def test_buffers_that_can_not_be_read_into(buffers, message):
 def test_neighbours_in_one_memory_are_fine():
     base = memoryview(bytearray(100))
     assert len(check_targets([base[:50], base[50:], [base[:0], bytearray(3)]])) == 3
+
+
+def test_a_structs_names_are_no_types():
+    (target,) = check_targets([Plain()])  # type: ignore[list-item]
+    assert len(target) == 4
 
 
 def test_numbers_of_buffers_and_items_must_agree(tmp_path):
@@ -123,11 +146,19 @@ def test_a_pool_grows():
         assert [len(view) for view in lent] == [10_000] * 2
 
 
+def test_a_pool_that_can_not_grow_keeps_its_buffers():
+    pool = BufferPool(2, 4096)
+    pool.grow(1 << 50)
+    for _ in range(3):
+        with pytest.raises(OSError, match="Cannot allocate memory"), pool.take(1, timeout_s=1):
+            pass
+
+
 def test_a_waiting_take_gets_what_is_returned():
     pool, got = BufferPool(1, 1), threading.Event()
 
     def take() -> None:
-        with pool.take(1):
+        with pool.take(1, timeout_s=math.inf):
             got.set()
 
     with pool.take(1):
@@ -307,6 +338,60 @@ def test_write_back_survives_a_callback_and_a_client_that_fail(daemon, caplog):
     with pytest.raises(TypeError):
         queue.submit("c", "text")  # type: ignore[arg-type]
     queue.close()
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"deadline_s": -1}, {"deadline_s": "1"}, {"opts": {}}, {"max_bytes": 0}, {"max_items": 0}]
+)
+def test_write_back_refuses_what_no_put_takes(tmp_path, arguments):
+    with KvcsLowLevelClient(tmp_path / "none") as client, pytest.raises((TypeError, ValueError)):
+        WriteBackQueue(client, **arguments)
+
+
+def test_a_cancelled_callback_does_not_end_write_back(daemon, caplog):
+    def cancelled(status: int) -> None:
+        raise asyncio.CancelledError
+
+    statuses: list[int] = []
+    with KvcsLowLevelClient(daemon.path) as client:
+        queue = WriteBackQueue(client)
+        assert queue.submit("a", b"v", cancelled)
+        assert queue.flush(math.inf)
+        assert queue.submit("b", b"v", statuses.append)
+        assert queue.flush(5)
+        queue.close()
+    assert statuses == [0]
+    assert "on_done of key 'a' failed" in caplog.text
+
+
+def test_memory_freed_while_it_was_queued_loses_its_own_value_alone(daemon, caplog):
+    held, statuses = threading.Event(), {}
+    with KvcsLowLevelClient(daemon.path) as client:
+        queue = WriteBackQueue(client)
+        assert queue.submit("first", b"v", lambda _: held.wait(5))
+        freed = memoryview(bytearray(b"v"))
+        for key, value in {"a": b"v", "freed": freed, "b": b"v"}.items():
+            assert queue.submit(key, value, partial(statuses.__setitem__, key))
+        freed.release()
+        held.set()
+        assert queue.flush(5)
+        assert statuses == {"a": 0, "freed": -errno.EIO, "b": 0}
+        assert queue.stats()["failed"] == {"EIO": 1}
+        queue.close()
+    assert "the value of key 'freed' was lost" in caplog.text
+
+
+def test_a_forked_child_drops_what_its_parents_queue_would_take(daemon):
+    with KvcsLowLevelClient(daemon.path) as client:
+        queue = WriteBackQueue(client)
+        daemon.silent = {wire.Reserve}
+        assert queue.submit("a", b"v")
+        daemon.wait_for(wire.Reserve)
+        child = os.fork()
+        if not child:
+            os._exit(0 if not queue.submit("b", b"v") and not queue.flush() else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        queue.close(0.01)
 
 
 def test_closing_write_back_drops_what_is_left(daemon):
