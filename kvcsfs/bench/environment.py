@@ -145,11 +145,18 @@ def _check_node(where: str, node: Node) -> None:
 def open_client(
     settings: ClientSettings, socket_path: str | None, workers: int, largest: int
 ) -> KvcsLowLevelClient:
-    """A client of one node: `workers` where the settings leave a count open, room for values of `largest`."""
+    """A client of one node: `workers` where the settings leave a count open, room for values of `largest`.
+
+    Raises:
+        ConfigError: what the environment or the command line asks for is more than a client can be asked.
+    """
     arguments = msgspec.structs.asdict(settings)
     for name in ("get_workers", "set_workers", "simple_workers"):
         arguments[name] = arguments[name] or workers
     arguments["max_value_size"] = arguments["max_value_size"] or largest
     if socket_path is not None:
         arguments["efc_socket"] = socket_path
-    return KvcsLowLevelClient(**arguments)
+    try:
+        return KvcsLowLevelClient(**arguments)
+    except ValueError as exc:
+        raise ConfigError(f"client: {exc}") from None

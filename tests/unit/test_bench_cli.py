@@ -60,6 +60,24 @@ def test_a_wrong_request_is_one_line(capsys, monkeypatch, tmp_path, arguments, s
     assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("environment", "says"),
+    [
+        ('{"client": {"default_deadline_s": -1}}', "client: default_deadline_s must be 0 or more seconds"),
+        ('{"client": {"max_key_size": 5000}}', "client: max_key_size must be 0 (for 256) or 1 to 1024"),
+        ('{"value_size": "8GiB", "buffer_memory": "1TiB"}', "client: max_value_size must be 0 (for 4194304)"),
+        ('{"nodes": [{"socket": "a\\u0000b"}]}', "client: efc_socket must be the path"),
+    ],
+)
+def test_what_no_client_takes_is_one_line(capsys, tmp_path, environment, says):
+    file = tmp_path / "e.json"
+    file.write_text(environment)
+    assert main(["--environment", str(file), "batch", "--workers", "1", "--batch-sizes", "1"]) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert error.count("\n") == 1
+
+
 @pytest.fixture
 def fake_matrix(monkeypatch, tmp_path):
     """The command line's own Matrix, on a store in memory."""

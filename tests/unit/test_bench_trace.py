@@ -1,6 +1,7 @@
 """The trace replay: what is read from a file, asked of a store, and said about it."""
 
 import gzip
+import threading
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from kvcs import KvcsTimeoutError
 from kvcsfs.bench.errors import BenchError
 from kvcsfs.bench.policies import charged_bytes, ideal_lru
-from kvcsfs.bench.trace import Replay, Values, as_text, read_trace, summary
+from kvcsfs.bench.trace import Replay, Request, Values, as_text, read_trace, summary
 from kvcsfs.errors import ConfigError
 from tests.unit.bench_fake import FakeStore, fake_client
 
@@ -122,3 +123,17 @@ def test_a_query_past_its_deadline_costs_its_hits_alone():
     counts = Replay(fake_client(store), "p", SIZE).run(read_trace(TINY), 0)
     assert counts.errors == 1
     assert counts.hits == 10 - 3  # without the third request's run
+
+
+@pytest.mark.parametrize("ids", [[[]], [[1 << 63, 1 << 200], [], [1 << 63, -1]]])
+def test_blocks_may_have_any_numbers_and_a_request_none(ids):
+    requests = [Request(0, blocks) for blocks in ids]
+    counts = Replay(fake_client(FakeStore()), "p", SIZE).run(requests, 0)
+    assert (counts.blocks, counts.hits, counts.errors) == (sum(map(len, ids)), len(ids) // 2, 0)
+
+
+def test_a_request_in_a_thousand_years_is_waited_for(monkeypatch):
+    slept: list[float] = []
+    monkeypatch.setattr("time.sleep", slept.append)
+    Replay(fake_client(FakeStore()), "p", SIZE).run([Request(0, [1]), Request(1e300, [1])], 1)
+    assert slept == [threading.TIMEOUT_MAX]
