@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import errno
 import functools
+import io
 import json
 import logging
 import os
@@ -34,9 +35,14 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
     arguments = _parser().parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(
+            errors="backslashreplace"
+        )  # keys are any text, a terminal's encoding may not be
     try:
         status = arguments.run(arguments) or 0
-        sys.stdout.flush()
+        if sys.stdout is not None:  # `kvcsfs rm >&-`
+            sys.stdout.flush()
         return status
     except ConfigError as exc:
         print(f"kvcsfs: {exc}", file=sys.stderr)
@@ -44,8 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KvcsError as exc:
         print(f"kvcsfs: {exc}", file=sys.stderr)
         return 1
-    except BrokenPipeError:  # `kvcsfs ls | head` has what it wants; what is left goes nowhere
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as exc:  # of stdout, all others are told as one of the above
+        if not isinstance(exc, BrokenPipeError):  # `kvcsfs ls | head` has what it wants
+            print(f"kvcsfs: {exc.strerror or exc}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left goes nowhere
         return 1
     except KeyboardInterrupt:
         return 130

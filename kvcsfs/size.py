@@ -31,6 +31,8 @@ class Model:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BITS:
             raise ValueError(f"unknown dtype {self.dtype!r}, expected one of {', '.join(DTYPE_BITS)}")
+        if min(self.kv_heads, self.head_dim, self.value_head_dim, self.latent) < 0:
+            raise ValueError("heads and dimensions must be 0 or more")
         if self.layers < 1 or self.ranks < 1:
             raise ValueError(f"layers and ranks must be at least 1, not {self.layers} and {self.ranks}")
         if bool(self.latent) == bool(self.kv_heads and self.head_dim):
@@ -61,6 +63,8 @@ class Model:
 
     def capacity(self, tokens: int, block_tokens: int) -> int:
         """The capacity that keeps so many tokens."""
+        if tokens < 0:
+            raise ValueError(f"tokens to keep must be 0 or more, not {tokens}")
         blocks = -(-tokens // block_tokens)
         return int(blocks * self.charged_bytes(block_tokens) / (1 - KEPT_FREE)) + 1
 

@@ -273,6 +273,29 @@ def test_what_no_daemon_can_do_is_one_line(tmp_path, arguments, said):
         refused(command(name, "--socket", d.socket, *rest), 1, said)
 
 
+def test_an_output_that_takes_nothing_is_one_line(tmp_path):
+    size = [sys.executable, "-m", "kvcsfs.cli", "size", "--layers", "1", "--latent", "1"]
+    full = subprocess.run(
+        ["bash", "-c", '"$@" > /dev/full', "-", *size],
+        capture_output=True,
+        text=True,
+        env=ENVIRONMENT,
+        check=False,
+    )
+    refused(full, 1, "No space left on device")
+    closed = subprocess.run(
+        ["bash", "-c", '"$@" >&-', "-", *size], capture_output=True, text=True, env=ENVIRONMENT, check=False
+    )
+    assert (closed.returncode, closed.stderr) == (0, "")
+
+
+def test_a_key_that_the_terminal_can_not_show_is_listed(tmp_path):
+    with daemon(tmp_path) as d, d.client() as client:
+        assert client.put("ключ", b"v") == 0
+        listed = command("ls", "--socket", d.socket, environment={"PYTHONIOENCODING": "ascii"})
+        assert listed.stdout.endswith(r" \u043a\u043b\u044e\u0447" + "\n")
+
+
 def test_a_reader_that_has_enough_ends_the_command_quietly(tmp_path):
     with daemon(tmp_path) as running:
         script = f"{sys.executable} -m kvcsfs.cli status --json --socket {running.socket} | true"

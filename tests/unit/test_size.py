@@ -54,6 +54,7 @@ def test_a_capacity_keeps_the_tokens_that_it_was_computed_for(block, tokens):
         ({"layers": 1, "kv_heads": 1}, "expected KV heads and head dimension, or the latent dimension"),
         ({"layers": 1, "kv_heads": 1, "head_dim": 1, "latent": 1}, "or the latent"),
         ({"layers": 1, "kv_heads": 3, "head_dim": 1, "ranks": 2}, "3 KV heads can't be split over 2 ranks"),
+        ({"layers": 1, "kv_heads": -1, "head_dim": -1}, "heads and dimensions must be 0 or more"),
         ({"layers": 1, "latent": 1, "dtype": "bf15"}, "unknown dtype 'bf15', expected one of float32"),
     ],
 )
@@ -94,3 +95,8 @@ def test_the_command(capsys):
         2,
         "kvcsfs: size: a block has at least 1 token, not 0\n",
     )
+
+
+def test_tokens_to_keep_are_a_number_from_0(capsys):
+    refused = "kvcsfs: size: tokens to keep must be 0 or more, not -1\n"
+    assert run(capsys, "--layers", "1", "--latent", "1", "--tokens", "-1") == (2, refused)
