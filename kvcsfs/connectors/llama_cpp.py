@@ -8,6 +8,7 @@ through a file in memory, from and to which the SDK moves it as one value. Needs
 from __future__ import annotations
 
 import hashlib
+import http.client
 import json
 import logging
 import mmap
@@ -138,7 +139,12 @@ class LlamaPrefixCache:
         return self._store.load([key], [memory])[0]
 
     def _compute(self, tokens: Sequence[int]) -> bool:
-        request = {"prompt": list(tokens), "n_predict": 0, "cache_prompt": True, "id_slot": self._slot}
+        request = {
+            "prompt": list(map(int, tokens)),
+            "n_predict": 0,
+            "cache_prompt": True,
+            "id_slot": self._slot,
+        }
         done = self._post("/completion", request)
         self._store.count("computed", int(done))
         return done
@@ -175,7 +181,7 @@ class LlamaPrefixCache:
         try:
             with urllib.request.urlopen(request, timeout=self._seconds) as response:  # noqa: S310
                 response.read()
-        except (OSError, ValueError) as exc:
+        except (OSError, ValueError, http.client.HTTPException) as exc:  # the last: it died as it answered
             self._store.count("server_failed")
             log.debug("llama.cpp refused %s: %s", path, exc)
             return False

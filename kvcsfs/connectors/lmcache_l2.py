@@ -52,9 +52,21 @@ class _Kind:
 
     def __init__(self) -> None:
         self.event = create_event_notifier()
-        self.jobs: Jobs[int] = Jobs(self.event.notify)
+        self.jobs: Jobs[int] = Jobs(self._notify)
         self._results: dict[int, list[bool]] = {}
         self._lock = Lock()
+        self._closed = False
+
+    def _notify(self) -> None:
+        with self._lock:
+            if not self._closed:  # a job may end later, when the descriptor is another's
+                self.event.notify()
+
+    def close(self) -> None:
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self.event.close()
 
     def result(self, task: int) -> Any:
         """A bitmap, once; None while the task is under way."""
@@ -201,7 +213,7 @@ class KvcsL2Adapter(L2AdapterInterface):
         self._threads.shutdown(wait=True)
         self._store.close()
         for kind in (self._stores, self._lookups, self._loads):
-            kind.event.close()
+            kind.close()
 
     def _new_task(self) -> int:
         with self._lock:

@@ -15,8 +15,10 @@ def view_of(tensor: Any) -> memoryview:
     """The bytes of a contiguous tensor in the host's memory; any dtype, also those that numpy lacks.
 
     Raises:
-        ValueError: it isn't contiguous.
+        ValueError: it isn't contiguous, or in a device's memory.
     """
+    if tensor.device.type != "cpu":
+        raise ValueError(f"the tensor is in the memory of a device, {tensor.device.type}")
     if not tensor.is_contiguous():
         raise ValueError("the tensor is not contiguous in memory")
     return view_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())

@@ -208,9 +208,13 @@ class KvcsTier(SecondaryTierManager):
         self._jobs.wait()
 
     def _blocks(self, job: TransferJob) -> list[memoryview]:
-        """The job's places in vLLM's memory; empty, which fails, for one that lies outside of it."""
+        """The job's places in vLLM's memory; empty, which fails, for one that lies outside of it or can't be told."""
         size, nothing = self.block_size_bytes, self._bytes[:0]
-        starts = [int(chunk) * size for chunk in job.chunk_ids]
+        try:
+            starts = [int(chunk) * size for _, chunk in zip(job.keys, job.chunk_ids, strict=True)]
+        except Exception:  # noqa: BLE001  # a job that never ends would hold the engine
+            self.store.mishap("batch", len(job.keys))
+            starts = [-1] * len(job.keys)
         return [self._bytes[at : at + size] if at >= 0 else nothing for at in starts]
 
     def _submit(self, run: Any) -> bool:

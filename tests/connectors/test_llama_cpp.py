@@ -26,6 +26,7 @@ class Server:
         self.slot: list[int] = []
         self.computed = 0
         self.saves: list[int] = []
+        self.dies = False
         self.broken = False  # it then refuses a state, and leaves half of one
         self.late: list[tuple[Path, bytes]] | None = None  # saves that it does before the next restore
         self._slots = slots
@@ -35,6 +36,8 @@ class Server:
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 self.send_response(200 if outer.answer(self.path, body) else 400)
+                if outer.dies:
+                    self.send_header("Content-Length", "100")
                 self.end_headers()
 
             def log_message(self, format: str, *args: object) -> None:  # noqa: A002
@@ -159,6 +162,27 @@ def test_a_server_that_is_gone_raises_nothing(daemon, slots):
     assert (prefixes.warm(TOKENS), prefixes.warm([]), prefixes.erase()) == (0, 0, False)
     assert prefixes.stats()["server_failed"] == 2
     prefixes.close()
+
+
+def test_a_server_that_dies_as_it_answers_raises_nothing(server, prefixes):
+    server.dies = True
+    assert prefixes.warm(TOKENS) == 0
+    assert prefixes.stats()["server_failed"] == 1
+    server.dies = False
+
+
+def test_tokens_may_be_any_integers(server, prefixes):
+    class Number:
+        """As numpy's int64: an integer that json can't write."""
+
+        def __init__(self, value: int) -> None:
+            self.value = value
+
+        def __index__(self) -> int:
+            return self.value
+
+    assert prefixes.warm([Number(token) for token in TOKENS]) == 0
+    assert server.slot == TOKENS
 
 
 def test_a_server_that_refuses_states_computes(server, prefixes):

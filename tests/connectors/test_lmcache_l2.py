@@ -119,9 +119,27 @@ def test_an_object_whose_memory_is_gone_is_a_failure_of_its_task(module, daemon)
 
 def test_a_closed_adapter_answers_with_misses(module, daemon):
     adapter = module.KvcsL2Adapter({"socket": daemon.socket})
+    assert store(adapter, KEYS[1:2], objects(1)) > 0
     adapter._threads.shutdown()
     assert load(adapter, KEYS[:1], objects(1)) == [False]
     adapter.close()
+    for submit, of in (("load", objects(1)), ("store", objects(1)), ("lookup_and_lock", {})):
+        getattr(adapter, f"submit_{submit}_task")(KEYS[:1], of)
+    assert list(adapter.pop_completed_store_tasks().values()) == [-1]
+    adapter.close()
+
+
+def test_a_store_that_ends_after_close_leaves_the_descriptor_alone(module, daemon):
+    adapter = module.KvcsL2Adapter({"socket": daemon.socket})
+    job = adapter._stores.jobs.start(1, 1)  # its put hangs in the store
+    number = adapter.get_store_event_fd()
+    adapter.close()
+    others = os.eventfd(0, os.EFD_NONBLOCK)
+    assert others == number
+    adapter._stores.jobs.settle(job, 0, ok=False)
+    with pytest.raises(BlockingIOError):
+        os.eventfd_read(others)
+    os.close(others)
 
 
 def test_a_daemon_killed_in_the_middle_is_misses_until_it_is_back(module, daemon):

@@ -13,8 +13,10 @@ import pytest
 
 from kvcsfs.connectors.jobs import Jobs
 from kvcsfs.connectors.keys import KeySpace, block_hashes, component, leading_run, prefix_hashes
+from kvcsfs.connectors.memory import view_of
 from kvcsfs.connectors.settings import Settings
 from kvcsfs.connectors.store import Store
+from tests.connectors.fakes import FLOAT16, Tensor
 from tests.engines.daemon import Daemon
 
 TOKENS = list(range(1000, 1100))
@@ -309,3 +311,14 @@ def silent(path: str | os.PathLike[str]):
     listener.bind(str(path))
     listener.listen()
     return listener
+
+
+# -- memory
+
+
+def test_a_tensor_on_a_device_is_refused_before_its_address_is_read():
+    tensor = Tensor((2,), FLOAT16)
+    assert len(view_of(tensor)) == 4
+    tensor.device.type = "cuda"
+    with pytest.raises(ValueError, match="in the memory of a device, cuda"):
+        view_of(tensor)

@@ -232,6 +232,16 @@ def test_blocks_outside_of_the_memory_fail_alone(module, daemon):
     tier.tier.shutdown()
 
 
+@pytest.mark.parametrize("blocks", [[0], [0, 1, 2], [0, None]])
+def test_a_job_whose_places_can_not_be_told_fails_and_ends(module, daemon, blocks):
+    tier = Tier(module, daemon.socket)
+    for transfer in (tier.store, tier.load):
+        assert not transfer(KEYS[:2], blocks).success
+    assert not tier.tier.has_pending_work()
+    assert tier.tier.store.stats()["errors"] == 2
+    tier.tier.shutdown()
+
+
 def test_jobs_of_nothing_end(module, daemon):
     tier = Tier(module, daemon.socket)
     assert tier.store([], []).success
