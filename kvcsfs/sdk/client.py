@@ -119,6 +119,8 @@ class KvcsLowLevelClient:
         self._default_seconds = check_seconds("default_deadline_s", default_deadline_s)
         connect_seconds = check_seconds("connect_timeout_s", connect_timeout_s)
         report_seconds = check_seconds("perf_report_interval_sec", perf_report_interval_sec)
+        if log_path is not None and not isinstance(log_path, str | os.PathLike):
+            raise TypeError(f"log_path must be a path, not {type(log_path).__name__}")
         simple = Pool("simple", _limit("simple_workers", simple_workers, 2, 1024))
         meter = Meter() if enable_metrics or perf_report_interval_sec else None
         self._core = Core(

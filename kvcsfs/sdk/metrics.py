@@ -15,6 +15,7 @@ from time import perf_counter, strftime
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvcsfs.errors import KvcsError
+from kvcsfs.sdk.deadline import wait_seconds
 from kvcsfs.sdk.transfer import PENDING
 
 if TYPE_CHECKING:
@@ -226,7 +227,7 @@ class Reporter:
 
     def _run(self) -> None:
         write: Callable[[str], None] = log.info if self._path is None else self._append
-        while not self._stop.wait(self._seconds):
+        while not self._stop.wait(wait_seconds(self._seconds)):
             for line in self.lines():
                 write(line)
 

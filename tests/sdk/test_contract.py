@@ -285,6 +285,7 @@ WRONG: Any = {"key": None, "value": "text", "segment": 3, "index": "0", "path": 
         (lambda c: LLBatchOptions(mountpoint_index=True), "mountpoint_index must be an int, not bool"),
         (lambda c: LLBatchOptions(renew=WRONG["renew"]), "renew must be True, False or None, not int"),
         (lambda c: KvcsLowLevelClient(WRONG["path"]), "path"),
+        (lambda c: KvcsLowLevelClient("s", log_path=WRONG["path"]), "log_path must be a path, not int"),
         (lambda c: KvcsLowLevelClient("s", get_workers=WRONG["count"]), "get_workers must be an int"),
     ],
 )

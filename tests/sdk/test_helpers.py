@@ -267,6 +267,17 @@ def test_the_report_is_written_to_its_file(daemon, tmp_path):
         assert "exists: 1 batches, 50 keys/s, 0.0 MB/s, p50 " in log.read_text()
 
 
+def test_a_report_that_never_comes_is_waited_for(daemon, monkeypatch):
+    failed: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", failed.append)
+    with KvcsLowLevelClient(daemon.path, perf_report_interval_sec=math.inf) as client:
+        client.ll_batch_query(["a"])
+        (report,) = (thread for thread in threading.enumerate() if thread.name == "kvcs-report")
+        assert report.is_alive()
+    report.join(5)
+    assert not failed
+
+
 def test_a_report_has_what_happened_since_the_last():
     meter = Meter()
     reporter = Reporter(meter, 1000, None)
