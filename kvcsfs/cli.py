@@ -36,9 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
     arguments = _parser().parse_args(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(
-            errors="backslashreplace"
-        )  # keys are any text, a terminal's encoding may not be
+        # Keys are any text, which not every terminal's encoding has.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         status = arguments.run(arguments) or 0
         if sys.stdout is not None:  # `kvcsfs rm >&-`

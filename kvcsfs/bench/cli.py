@@ -165,6 +165,8 @@ def _names(known: Sequence[str]) -> Callable[[str], list[str]]:
                 raise argparse.ArgumentTypeError(
                     f"{name!r}: expected names of {', '.join(known)}, with commas between"
                 )
+        if len(set(names)) < len(names):
+            raise argparse.ArgumentTypeError(f"{text!r}: expected each name once")
         return names
 
     return parse

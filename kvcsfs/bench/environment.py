@@ -50,7 +50,7 @@ class SizeShare(Struct, frozen=True, forbid_unknown_fields=True):
     """One size of a distribution, and its share of the keys (weights; they need not add up to 1)."""
 
     size: Size
-    share: Annotated[float, Meta(gt=0)]
+    share: Annotated[float, Meta(gt=0, le=1e9)]
 
 
 class Environment(Struct, frozen=True, forbid_unknown_fields=True):

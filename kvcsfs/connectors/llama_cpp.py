@@ -77,7 +77,11 @@ class LlamaPrefixCache:
         slot holds less, and the next completion computes it.
         """
         lengths = self._lengths(len(tokens))
-        keys = [self._space.key(name) for name in prefix_hashes(tokens, lengths)]
+        try:
+            keys = [self._space.key(name) for name in prefix_hashes(tokens, lengths)]
+        except Exception:  # noqa: BLE001  tokens that are none
+            self._store.mishap("restore", 1)
+            return 0
         sizes = self._store.sizes(keys)
         known = self._restore([state for state in zip(lengths, keys, sizes, strict=True) if state[2]])
         for length, key, size in zip(lengths, keys, sizes, strict=True):

@@ -185,6 +185,15 @@ def test_tokens_may_be_any_integers(server, prefixes):
     assert server.slot == TOKENS
 
 
+@pytest.mark.parametrize("token", [-1, 1 << 32, "the"])
+def test_what_is_no_token_raises_nothing(prefixes, server, token):
+    assert prefixes.warm([*TOKENS, token]) == 0
+    assert (server.slot, prefixes.stats()) == (
+        [],
+        {"errors": 1, "restore_failed": 1, "dropped": 0, "queued_bytes": 0},
+    )
+
+
 def test_a_server_that_refuses_states_computes(server, prefixes):
     server.broken = True
     assert prefixes.warm(TOKENS) == 0

@@ -27,6 +27,7 @@ ENVIRONMENT = '{"keys": 8, "value_size": 64, "warm_up_s": 0, "duration_s": 0.01}
         (["compare", "--works", "get:4MiB"], 'expected "OP:SIZExCOUNT" such as "get:4MiBx128"'),
         (["compare", "--works", "get:4x8"], "expected values of 8 bytes or more"),
         (["compare", "--peers", "limit,disk"], "'disk': expected names of limit, kvcsfs"),
+        (["compare", "--peers", "limit,limit"], "'limit,limit': expected each name once"),
         ([], "the following arguments are required: COMMAND"),
     ],
 )

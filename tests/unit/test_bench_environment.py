@@ -46,6 +46,7 @@ def test_a_distribution_of_sizes(tmp_path):
         ('{"value_size": []}', "e.json: value_size: expected array of length >= 1"),
         ('{"value_size": [{"size": "x", "share": 1}]}', "e.json: value_size[0].size: expected a size"),
         ('{"value_size": [{"size": 1, "share": 0}]}', "e.json: value_size[0].share: expected float > 0"),
+        ('{"value_size": [{"size": 1, "share": 1e308}]}', "share: expected float <= 1000000000.0"),
         ('{"read_share": 1.5}', "e.json: read_share: expected float <= 1"),
         ('{"duration_s": 0}', "e.json: duration_s: expected float > 0"),
         ('{"buffer_memory": "lots"}', "e.json: buffer_memory: expected a size"),
