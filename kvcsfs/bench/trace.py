@@ -134,7 +134,7 @@ class Replay:
             BenchError: the store gave a value that isn't the block's.
         """
         reach(self._client)
-        longest = max(1, *(len(r.hash_ids) for r in requests))  # a trace of empty prompts has a place as well
+        longest = max(len(r.hash_ids) or 1 for r in requests)  # a trace of empty prompts has a place as well
         try:
             with touched_buffers(longest, self._size) as buffers, Progress(len(requests)) as bar:
                 start = time.perf_counter()

@@ -15,6 +15,7 @@ import mmap
 import os
 import urllib.request
 from collections.abc import Sequence
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,8 @@ class LlamaPrefixCache:
         """
         lengths = self._lengths(len(tokens))
         try:
-            keys = [self._space.key(name) for name in prefix_hashes(tokens, lengths)]
+            numbers = list(map(index, tokens))  # numpy's are none that json can write
+            keys = [self._space.key(name) for name in prefix_hashes(numbers, lengths)]
         except Exception:  # noqa: BLE001  tokens that are none
             self._store.mishap("restore", 1)
             return 0
@@ -86,7 +88,7 @@ class LlamaPrefixCache:
         known = self._restore([state for state in zip(lengths, keys, sizes, strict=True) if state[2]])
         for length, key, size in zip(lengths, keys, sizes, strict=True):
             if length > known:
-                if not self._compute(tokens[:length]):
+                if not self._compute(numbers[:length]):
                     break
                 if not size:
                     self._save(key)
@@ -142,13 +144,8 @@ class LlamaPrefixCache:
             memory = mmap.mmap(file.fileno(), size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         return self._store.load([key], [memory])[0]
 
-    def _compute(self, tokens: Sequence[int]) -> bool:
-        request = {
-            "prompt": list(map(int, tokens)),
-            "n_predict": 0,
-            "cache_prompt": True,
-            "id_slot": self._slot,
-        }
+    def _compute(self, tokens: list[int]) -> bool:
+        request = {"prompt": tokens, "n_predict": 0, "cache_prompt": True, "id_slot": self._slot}
         done = self._post("/completion", request)
         self._store.count("computed", int(done))
         return done

@@ -333,8 +333,8 @@ class Operations(pyfuse3.Operations):
     @posix_errors
     async def read(self, fh: FileHandleT, off: int, size: int) -> bytes:
         """Read."""
-        # pyfuse3 is annotated with bytes, and takes any buffer.
-        return await self._contents.read(self._files[fh].node, off, size)  # type: ignore[return-value]
+        data = await self._contents.read(self._files[fh].node, off, size)
+        return data  # type: ignore[return-value]  # pyfuse3 is annotated with bytes, and takes any buffer
 
     @posix_errors
     async def write(self, fh: FileHandleT, off: int, buf: bytes) -> int:

@@ -10,6 +10,7 @@ import importlib
 import os
 import struct
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -459,7 +460,7 @@ class SecondaryTierManager:
         self.locality: Locality | None = None
 
 
-class AsyncLookupManager:
+class AsyncLookupManager(ABC):
     """Answers at the end of the step, in the caller's thread."""
 
     def __init__(self, tier_type: str) -> None:
@@ -475,8 +476,9 @@ class AsyncLookupManager:
         asked, self.asked = self.asked, []
         self.answers.update(zip(asked, self.batch_lookup(asked, None), strict=True))
 
+    @abstractmethod
     def batch_lookup(self, keys: list[bytes], context: Any) -> Any:
-        raise NotImplementedError
+        """The tier's own."""
 
     def mark_miss(self, keys: list[bytes]) -> None:
         self.answers.update((key, False) for key in keys if key in self.answers)
@@ -485,7 +487,7 @@ class AsyncLookupManager:
         self.answers.clear()
 
     def shutdown(self) -> None:
-        """Nothing runs here."""
+        self.asked.clear()
 
 
 class FileMapper:

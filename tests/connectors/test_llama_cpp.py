@@ -185,7 +185,7 @@ def test_tokens_may_be_any_integers(server, prefixes):
     assert server.slot == TOKENS
 
 
-@pytest.mark.parametrize("token", [-1, 1 << 32, "the"])
+@pytest.mark.parametrize("token", [-1, 1 << 32, 1.5, "the", "12"])
 def test_what_is_no_token_raises_nothing(prefixes, server, token):
     assert prefixes.warm([*TOKENS, token]) == 0
     assert (server.slot, prefixes.stats()) == (

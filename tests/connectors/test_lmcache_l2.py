@@ -106,10 +106,10 @@ def test_a_task_with_an_object_that_was_dropped_has_failed(module, daemon):
     adapter.close()
 
 
-def test_an_object_whose_memory_is_gone_is_a_failure_of_its_task(module, daemon):
+def test_an_object_whose_memory_is_gone_is_a_failure_of_its_task(module, daemon, monkeypatch):
     adapter = module.KvcsL2Adapter({"socket": daemon.socket})
     (gone,) = objects(1)
-    gone.get_dtypes = lambda: 1 / 0  # type: ignore[method-assign,assign,return-value]
+    monkeypatch.setattr(gone, "get_dtypes", lambda: 1 / 0)
     assert store(adapter, KEYS[:1], [gone]) == -1
     store(adapter, KEYS[:1], objects(1))
     assert load(adapter, KEYS[:1], [gone]) == [False]

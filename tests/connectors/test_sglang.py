@@ -205,12 +205,12 @@ def test_metrics_tell_of_each_batch_once(module, daemon):
     storage.close()
 
 
-def test_what_a_pool_gets_wrong_is_a_miss(module, daemon):
+def test_what_a_pool_gets_wrong_is_a_miss(module, daemon, monkeypatch):
     pool = filled()
     storage = backend(module, daemon.socket, pool)
     assert storage.batch_set_v1(KEYS[:2], pool.indices(0)) == [False, False]
     assert storage.batch_get_v2([PoolTransfer(PoolName.MAMBA, [1], KEYS[:1])]) == {"mamba": [False]}
-    pool.get_page_buffer_meta = lambda indices: ([1, 2, 3], [1, 1, 1])  # type: ignore[method-assign]
+    monkeypatch.setattr(pool, "get_page_buffer_meta", lambda indices: ([1, 2, 3], [1, 1, 1]))
     assert storage.batch_get_v1(KEYS[:2], pool.indices(0, 1)) == [False, False]
     assert storage.batch_get_v1([], []) == []
     storage.close()

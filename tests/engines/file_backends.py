@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import random
 import threading
 import time
@@ -16,14 +15,12 @@ import pytest
 
 from kvcs import KvcsLowLevelClient, LLPutItem
 from tests.engines.daemon import Daemon
+from tests.needs import needs_fuse
 
-# In CI tests/conftest.py lets nothing begin without /dev/fuse.
 ON_THE_MOUNT = [
     pytest.mark.engines,
     pytest.mark.mount,
-    pytest.mark.skipif(
-        not os.access("/dev/fuse", os.R_OK | os.W_OK), reason="/dev/fuse can't be opened here"
-    ),
+    needs_fuse,
 ]
 PATIENCE_S = 30.0
 T = TypeVar("T")

@@ -1,6 +1,5 @@
 """The example with the real model and short prompts; its pieces, where no model is needed."""
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import pytest
 
 import llama_prefix_cache as example
 from llama_engine import EngineError, LlamaEngine, find_model
+from tests.needs import needs_fuse
 
 StartEngine = Callable[[], LlamaEngine]
 
@@ -53,7 +53,7 @@ def test_a_slot_file_that_is_gone_is_an_engine_error(start_engine: StartEngine):
 
 @pytest.mark.engines
 @pytest.mark.mount
-@pytest.mark.skipif(not os.access("/dev/fuse", os.R_OK | os.W_OK), reason="/dev/fuse can't be opened here")
+@needs_fuse
 def test_the_example_runs_with_a_short_prompt(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     status = example.main(["--tokens", "200", "--scratch", str(tmp_path)])
     printed = capfd.readouterr()

@@ -165,7 +165,7 @@ def test_hybrid_calls_answer_as_the_file_backend_does(daemon, tmp_path, layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_eviction_and_a_killed_daemon_give_misses_and_no_wrong_byte(tmp_path, layout):
+def test_eviction_and_a_killed_daemon_give_misses_and_no_wrong_byte(tmp_path, layout, monkeypatch):
     pool = host_pool(layout)
     written, read = pool.alloc(2 * PAGE), pool.alloc(4 * PAGE)
     known: dict[str, Any] = {}
@@ -173,8 +173,7 @@ def test_eviction_and_a_killed_daemon_give_misses_and_no_wrong_byte(tmp_path, la
     with Daemon(tmp_path, 1 << 20) as daemon:  # 56 pages of 16 KiB, less where they have 20
         storage = attach(daemon, pool, layout)
         failures: list[threading.ExceptHookArgs] = []
-        # append's parameter is positional alone, the hook's isn't.
-        threading.excepthook, before = failures.append, threading.excepthook  # type: ignore[assignment]
+        monkeypatch.setattr(threading, "excepthook", failures.append)
         for turn in range(60):
             if turn == 40:
                 daemon.kill()
@@ -191,7 +190,6 @@ def test_eviction_and_a_killed_daemon_give_misses_and_no_wrong_byte(tmp_path, la
                 counts[hit] += 1
                 assert not (hit and down)
                 assert not hit or torch.equal(page, known[key])
-        threading.excepthook = before
         assert not failures
         assert min(counts.values()) > 20
         assert storage.clear()

@@ -10,17 +10,17 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import pytest
 import trio
 
 from kvcsfs import wire
 from kvcsfs.batch.face import BatchFace
 from kvcsfs.config import AccessRule
 from kvcsfs.engine.engine import Engine
+from tests.needs import needs_root
 from tests.rawclient import RawClient
 from tests.stores import bytes_on_disk, config, running
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become other users")
+pytestmark = needs_root
 
 ALICE, BOB, ML = 61001, 61002, 62001
 RULES = (

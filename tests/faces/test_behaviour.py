@@ -19,6 +19,7 @@ from kvcsfs import wire
 from kvcsfs.engine.engine import Engine
 from tests import stores
 from tests.faces.test_cli import Daemon
+from tests.needs import needs_fuse
 from tests.rawclient import RawClient
 
 CAPACITY = 8 << 20  # that of the daemons of test_cli
@@ -189,10 +190,10 @@ class MountDoor(_DaemonDoor):
             yield lambda: os.pread(file.fileno(), 1 << 20, 0)
 
 
-@pytest.fixture(params=[EngineDoor, SocketDoor, pytest.param(MountDoor, marks=pytest.mark.mount)])
+@pytest.fixture(
+    params=[EngineDoor, SocketDoor, pytest.param(MountDoor, marks=[pytest.mark.mount, needs_fuse])]
+)
 def door(request, tmp_path) -> Iterator[Door]:
-    if request.param is MountDoor and not os.access("/dev/fuse", os.R_OK | os.W_OK):
-        pytest.skip("/dev/fuse can't be used")
     opened: Door = request.param(tmp_path)
     yield opened
     opened.close()

@@ -26,10 +26,11 @@ from pathlib import Path
 import pytest
 
 from tests.faces.mounted import Mounted
+from tests.needs import needs_fuse
 
 pytestmark = [
     pytest.mark.mount,
-    pytest.mark.skipif(not os.access("/dev/fuse", os.R_OK | os.W_OK), reason="no access to /dev/fuse"),
+    needs_fuse,
 ]
 MIB = 1 << 20
 FALLOC = ctypes.CDLL(None, use_errno=True).fallocate

@@ -3,7 +3,6 @@
 import errno
 import multiprocessing
 import os
-import shutil
 import stat
 import subprocess
 import sys
@@ -17,11 +16,12 @@ import xxhash
 
 from kvcsfs.mounts import bind, mounted
 from tests.faces.mounted import ROOT, Mounted
+from tests.needs import needs_fuse, needs_root
 
 pytestmark = [
     pytest.mark.mount,
-    pytest.mark.skipif(not os.access("/dev/fuse", os.R_OK | os.W_OK), reason="no access to /dev/fuse"),
-    pytest.mark.skipif(os.geteuid() != 0, reason="other users' rights need root"),
+    needs_fuse,
+    needs_root,
 ]
 ALICE, BOB, TEAM = 4001, 4002, 4100
 
@@ -222,8 +222,6 @@ TOOLS = {
 
 @pytest.mark.parametrize("tool", TOOLS)
 def test_copying_with_owners_modes_and_times_makes_no_noise(tmp_path, tool):
-    if shutil.which(TOOLS[tool][0]) is None:
-        pytest.skip(f"{TOOLS[tool][0]} isn't installed")
     plain, back = tmp_path / "plain", tmp_path / "back"
     (plain / "d" / "e").mkdir(parents=True)
     back.mkdir()

@@ -24,11 +24,12 @@ from hypothesis.stateful import (
 )
 
 from tests.faces.mounted import Mounted
+from tests.needs import needs_fuse
 
 pytestmark = [
     pytest.mark.mount,
     pytest.mark.property,
-    pytest.mark.skipif(not os.access("/dev/fuse", os.R_OK | os.W_OK), reason="no access to /dev/fuse"),
+    needs_fuse,
 ]
 
 NAMES = st.sampled_from(["a", "b", "c.tmp", "%x", "d", "d/a", "d/b", "d/e", "d/e/a", "none/a"])

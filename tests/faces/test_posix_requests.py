@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from tests.faces.mounted import Mounted
+from tests.needs import needs_fuse
 
 pytestmark = [
     pytest.mark.mount,
-    pytest.mark.skipif(not os.access("/dev/fuse", os.R_OK | os.W_OK), reason="no access to /dev/fuse"),
+    needs_fuse,
 ]
 MIB = 1 << 20
 OPENED = {"open": 1, "flush": 1, "release": 1}

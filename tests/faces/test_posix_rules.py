@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.needs import needs_root
+
 ROOT = Path(__file__).resolve().parents[2]
 ALICE, BOB, ML = 61001, 61002, 62001
 CONFIG = """
@@ -32,7 +34,7 @@ write = false
 
 pytestmark = [
     pytest.mark.mount,
-    pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become other users"),
+    needs_root,
 ]
 
 

@@ -22,11 +22,12 @@ from typing import Any
 import pytest
 
 from tests.faces.mounted import Mounted, eventually
+from tests.needs import needs_fuse
 from tests.stores import bytes_on_disk
 
 pytestmark = [
     pytest.mark.mount,
-    pytest.mark.skipif(not os.access("/dev/fuse", os.R_OK | os.W_OK), reason="no access to /dev/fuse"),
+    needs_fuse,
 ]
 SECONDS = float(os.environ.get("KVCSFS_STRESS_SECONDS", "8"))
 CAPACITY = 24 << 20

@@ -9,10 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
-
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a loop device")
-
 
 def make_image(image: Path, size: int, *options: str) -> None:
     """An empty ext4, no blocks reserved for root."""

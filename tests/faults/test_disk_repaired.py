@@ -26,7 +26,8 @@ from kvcsfs.engine.session import Session
 from kvcsfs.engine.store import SlotStore
 from kvcsfs.errors import BackingError, ConfigError
 from tests.daemons import Daemon
-from tests.faults.loop import make_image, needs_root
+from tests.faults.loop import make_image
+from tests.needs import needs_fuse, needs_root
 from tests.rawclient import RawClient
 from tests.stores import get, keys, open_count, put, reserve, running, settle, values, write
 
@@ -441,7 +442,7 @@ def read(client: KvcsLowLevelClient, key: str, where: LLBatchOptions) -> bytes:
 
 
 @pytest.mark.mount
-@pytest.mark.skipif(not os.access("/dev/fuse", os.W_OK), reason="/dev/fuse can't be opened")
+@needs_fuse
 def test_a_daemon_with_a_mount(tmp_path, disk):
     (tmp_path / "sound").mkdir()
     file, socket, shown = tmp_path / "kvcsfs.toml", tmp_path / "sock", tmp_path / "mnt" / ".mountpoints" / "1"

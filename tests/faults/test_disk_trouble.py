@@ -16,7 +16,8 @@ from kvcsfs.config import Config, MountpointConfig
 from kvcsfs.engine import upkeep
 from kvcsfs.engine.engine import Engine
 from kvcsfs.errors import BackingError, CapacityError
-from tests.faults.loop import make_image, mounted, needs_root
+from tests.faults.loop import make_image, mounted
+from tests.needs import needs_root
 from tests.stores import bytes_on_disk, config, get, keys, path_of, put, running, slot_files
 
 pytestmark = [pytest.mark.fault, needs_root]

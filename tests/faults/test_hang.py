@@ -20,13 +20,14 @@ from kvcsfs.engine.session import Staged
 from kvcsfs.errors import BackingError
 from tests.daemons import Daemon
 from tests.faults.hangfs import HangFs
+from tests.needs import needs_fuse
 from tests.rawclient import RawClient
 from tests.stores import bytes_on_disk, checksum, get, put, reserve, write
 
 pytestmark = [
     pytest.mark.fault,
     pytest.mark.mount,
-    pytest.mark.skipif(not os.access("/dev/fuse", os.W_OK), reason="/dev/fuse can't be opened"),
+    needs_fuse,
 ]
 
 HUNG = 1  # the mountpoint that hangs; 0 is on a file system that answers

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import time
 from collections.abc import Iterator
@@ -12,11 +11,12 @@ import pytest
 
 from kvcs import KvcsLowLevelClient, LLPutItem
 from tests.daemons import Daemon
+from tests.needs import needs_fuse
 
 pytestmark = [
     pytest.mark.fault,
     pytest.mark.mount,
-    pytest.mark.skipif(not os.access("/dev/fuse", os.W_OK), reason="/dev/fuse can't be opened"),
+    needs_fuse,
 ]
 
 # An unlink of "held" is never answered: it keeps the kernel's lock of its directory.

@@ -17,7 +17,8 @@ from kvcsfs.engine.engine import Engine
 from kvcsfs.engine.entry import BLOCK, Entry
 from kvcsfs.engine.session import Session
 from tests.faces.mounted import Mounted
-from tests.faults.loop import copy_as_after_power_loss, make_image, mounted, needs_root
+from tests.faults.loop import copy_as_after_power_loss, make_image, mounted
+from tests.needs import needs_root
 from tests.stores import bytes_on_disk, checksum, config, get, path_of, put, reserve, running, slot_files
 from tests.unit.test_footer import block
 

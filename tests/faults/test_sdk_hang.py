@@ -15,11 +15,12 @@ from kvcs import KvcsLowLevelClient, KvcsTimeoutError, LLGetItemOpt, LLPutItem
 from tests.daemons import Daemon
 from tests.deadlines import PROMISED_SECONDS, typical_overshoot
 from tests.faults.hangfs import HangFs
+from tests.needs import needs_fuse
 
 pytestmark = [
     pytest.mark.fault,
     pytest.mark.mount,
-    pytest.mark.skipif(not os.access("/dev/fuse", os.W_OK), reason="/dev/fuse can't be opened"),
+    needs_fuse,
 ]
 
 DEADLINE_SECONDS = 0.3

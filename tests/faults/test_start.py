@@ -9,6 +9,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -155,11 +156,11 @@ FIRST = {
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Have two processes read even a small store; the result has the folders that are read by this one."""
     here: list[int] = []
-    real = scan.read_folder
+    real: Callable[[int, int], scan.Folder] = scan.read_folder
 
     def read_folder(slots: int, number: int) -> scan.Folder:
         here.append(number)
-        return real(slots, number)  # type: ignore[no-any-return]
+        return real(slots, number)
 
     monkeypatch.setattr(scan, "read_folder", read_folder)
     monkeypatch.setattr(scan, "PARALLEL_ENTRIES", 1)

@@ -214,7 +214,9 @@ def test_a_client_that_is_dropped_closes_its_connection(daemon):
     put(client, "a")
     threads = {t for t in threading.enumerate() if t.name.startswith("kvcs-")}
     assert threads
-    sock = client._core.channel._link.connection._sock  # type: ignore[union-attr]
+    link = client._core.channel._link
+    assert link is not None
+    sock = link.connection._sock
     del client
     gc.collect()
     assert sock.fileno() == -1

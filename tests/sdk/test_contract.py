@@ -26,10 +26,8 @@ def get(client: KvcsLowLevelClient, *keys: str) -> list[int]:
     return [r.status for r in client.ll_batch_get_items([LLGetItemOpt(k) for k in keys])]
 
 
-def put(
-    client: KvcsLowLevelClient, *pairs: tuple[str, object], opts: LLBatchOptions | None = None
-) -> list[int]:
-    return [r.status for r in client.ll_batch_put([LLPutItem(k, v) for k, v in pairs], opts=opts)]  # type: ignore[arg-type]
+def put(client: KvcsLowLevelClient, *pairs: tuple[str, Any], opts: LLBatchOptions | None = None) -> list[int]:
+    return [r.status for r in client.ll_batch_put([LLPutItem(k, v) for k, v in pairs], opts=opts)]
 
 
 def test_what_was_put_is_read_back_by_each_call(client, daemon):
@@ -310,7 +308,7 @@ def test_limits_out_of_range(arguments):
 
 def test_an_unknown_if_exists():
     with pytest.raises(ValueError, match="overwrite, keep, error"):
-        LLBatchOptions(if_exists="maybe")  # type: ignore[arg-type]
+        LLBatchOptions(if_exists=WRONG["value"])
 
 
 def test_the_sockets_path_comes_from_the_environment(daemon, monkeypatch):

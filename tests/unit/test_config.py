@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import grp
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -88,9 +89,9 @@ def test_a_share_of_the_file_system(tmp_path):
 
 
 def test_a_config_can_not_be_changed(tmp_path):
-    loaded = config.load(None, {"data": str(tmp_path), "capacity": "2MiB"})
+    loaded: Any = config.load(None, {"data": str(tmp_path), "capacity": "2MiB"})
     with pytest.raises(dataclasses.FrozenInstanceError):
-        loaded.backend = "pooled"  # type: ignore[misc]
+        loaded.backend = "pooled"
 
 
 def _mountpoint(line: str) -> str:

@@ -2,8 +2,6 @@
 
 import pytest
 
-pytest.importorskip("pyfuse3", exc_type=ImportError)
-
 from kvcsfs.fuse.inodes import Inodes
 
 

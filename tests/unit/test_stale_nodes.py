@@ -4,11 +4,8 @@ import errno
 import queue
 from types import SimpleNamespace
 
-import pytest
-
-pytest.importorskip("pyfuse3", exc_type=ImportError)
-
 import pyfuse3
+import pytest
 import trio
 import trio.testing
 

@@ -8,6 +8,7 @@ import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -132,12 +133,12 @@ def _in_flight(path: Path) -> tuple[object, ...]:
     return (near, far)
 
 
-def _let_go(held: tuple[object, ...]) -> None:
+def _let_go(held: tuple[Any, ...]) -> None:
     for thing in held:
         if isinstance(thing, int):
             os.close(thing)
         else:
-            thing.close()  # type: ignore[attr-defined]
+            thing.close()
 
 
 @pytest.mark.parametrize("hold", [_opened, _duplicated, _mapped, _in_flight])
