@@ -14,6 +14,7 @@ from kvcsfs.engine.engine import Engine
 from kvcsfs.errors import ConfigError
 from kvcsfs.fuse.coherence import Coherence
 from kvcsfs.fuse.contents import Contents
+from kvcsfs.fuse.dispatch import Dispatch
 from kvcsfs.fuse.guard import Guard
 from kvcsfs.fuse.inodes import Inodes
 from kvcsfs.fuse.operations import Operations
@@ -59,6 +60,7 @@ class Mount:
             pyfuse3.init(operations, str(self._path), options)
         except RuntimeError as exc:
             raise ConfigError(f"{self._path}: can't be mounted: {exc}") from exc
+        Dispatch().install()
         self._engine.watchers.append(self._coherence.watch)
         nursery.start_soon(self._run)
         try:

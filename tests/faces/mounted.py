@@ -150,6 +150,15 @@ def count_requests() -> None:
             setattr(Operations, name, counted(name, handler))
 
 
+class Loop(trio.abc.Instrument):
+    """Counts the turns of trio's loop."""
+
+    turns = 0
+
+    def after_io_wait(self, timeout: float) -> None:
+        self.turns += 1
+
+
 class Server:
     """The other end: an engine, a mount, and what requests do to them."""
 
@@ -166,6 +175,7 @@ class Server:
         )
         self.session = self.engine.session(0)
         self.mount = Mount(self.engine, path)
+        self.loop = Loop()
 
     async def serve(self) -> None:
         """Answer until stdin ends."""
@@ -211,6 +221,12 @@ class Server:
         counts.clear()
         found.pop("forget", None)  # it comes when the kernel likes
         return found
+
+    async def turns(self) -> int:
+        """How often the loop has looked for what to do, since it was first asked."""
+        if not self.loop.turns:
+            trio.lowlevel.add_instrument(self.loop)
+        return self.loop.turns
 
     async def status(self) -> dict[str, Any]:
         return self.engine.status()

@@ -145,3 +145,10 @@ def test_what_extended_attributes_cost_where_they_are_answered(tmp_path):
         reads_too = cost(store, lambda: write(store.path / "w", os.O_RDWR, *[b"x" * 65536] * 8))
         assert reads_too[asked] == 8
         assert store.stop() == ""
+
+
+def test_a_request_is_one_turn_of_the_loop(store):
+    names = [store.path / "d" / f"none-{number}" for number in range(200)]
+    before = store.call("turns")
+    assert cost(store, lambda: [name.exists() for name in names]) == {"lookup": 200}
+    assert store.call("turns") - before < 250  # the calls of this test take some
