@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.connectors.fakes import connector
+from tests.connectors.fakes.imported import connector
 from tests.engines.daemon import Daemon
 
 

@@ -8,15 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvcs import KvcsLowLevelClient
-from tests.connectors.fakes import (
-    BFLOAT16,
-    FLOAT16,
-    LMCACHE,
-    CacheEngineKey,
-    CpuBackend,
-    MemoryFormat,
-    MemoryObj,
-)
+from tests.connectors.fakes.lmcache import LMCACHE, CacheEngineKey, CpuBackend, MemoryFormat, MemoryObj
+from tests.connectors.fakes.torch import BFLOAT16, FLOAT16
 from tests.engines.daemon import Daemon
 
 CONNECTOR = ("lmcache", LMCACHE)

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.connectors.fakes import BFLOAT16, FLOAT16, LMCACHE_L2, MemoryObj, ObjectKey
+from tests.connectors.fakes.lmcache import LMCACHE_L2, MemoryObj, ObjectKey
+from tests.connectors.fakes.torch import BFLOAT16, FLOAT16
 from tests.engines.daemon import Daemon
 
 CONNECTOR = ("lmcache_l2", LMCACHE_L2)

@@ -10,16 +10,15 @@ from typing import Any
 import pytest
 
 from kvcs import KvcsLowLevelClient
-from tests.connectors.fakes import (
-    BFLOAT16,
+from tests.connectors.fakes.sglang import (
     SGLANG,
     HiCacheStorageConfig,
     HostPool,
     PoolHitPolicy,
     PoolName,
     PoolTransfer,
-    Tensor,
 )
+from tests.connectors.fakes.torch import BFLOAT16, Tensor
 from tests.engines.daemon import Daemon
 
 CONNECTOR = ("sglang", SGLANG)

@@ -16,7 +16,7 @@ from kvcsfs.connectors.keys import KeySpace, block_hashes, component, leading_ru
 from kvcsfs.connectors.memory import view_of
 from kvcsfs.connectors.settings import Settings
 from kvcsfs.connectors.store import Store
-from tests.connectors.fakes import FLOAT16, Tensor
+from tests.connectors.fakes.torch import FLOAT16, Tensor
 from tests.engines.daemon import Daemon
 
 TOKENS = list(range(1000, 1100))

@@ -8,14 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.connectors.fakes import (
-    BFLOAT16,
-    FLOAT16,
-    FLOAT32,
-    TRANSFORMERS,
-    DynamicCache,
-    Tensor,
-)
+from tests.connectors.fakes.torch import BFLOAT16, FLOAT16, FLOAT32, Tensor
+from tests.connectors.fakes.transformers import TRANSFORMERS, DynamicCache
 from tests.engines.daemon import Daemon
 
 CONNECTOR = ("transformers", TRANSFORMERS)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvcs import KvcsLowLevelClient, LLPutItem
-from tests.connectors.fakes import (
+from tests.connectors.fakes.vllm import (
     VLLM,
     JobResult,
     Locality,
