@@ -17,14 +17,18 @@ import xxhash
 from kvcsfs.config import Config, MountpointConfig
 from kvcsfs.engine import jobs, recovery
 from kvcsfs.engine.engine import Engine
-from kvcsfs.engine.entry import Entry, charge
+from kvcsfs.engine.entry import BLOCK, Entry, charge
 from kvcsfs.engine.lane import Lane
+from kvcsfs.engine.ledger import Ledger
 from kvcsfs.engine.session import Session, Staged
 from kvcsfs.engine.store import SlotStore
 from kvcsfs.engine.syscalls import write_all
 from kvcsfs.errors import KvcsError
 
 CAPACITY = 4 << 20
+OBJECT = 256 << 10  # charged bytes of a value of VALUE bytes
+VALUE = OBJECT - BLOCK
+COUNT = CAPACITY // OBJECT  # so many of them fill a store
 
 
 def checksum(value: bytes) -> bytes:
@@ -184,3 +188,8 @@ def open_count(path: Path) -> int:
 def values(names: Sequence[str], size: int = 5000) -> dict[str, bytes]:
     """A value of its own for each key."""
     return {name: (name.encode() * size)[:size] for name in names}
+
+
+def ledger(engine: Engine, index: int = 0) -> Ledger:
+    """The accounts of one mountpoint."""
+    return engine.volumes[index].catalog.ledger

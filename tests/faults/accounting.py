@@ -1,13 +1,10 @@
-"""A store that `COUNT` values of `VALUE` bytes fill, and whether its counters and the disk agree."""
+"""Whether a store's counters, its index and its disk agree."""
 
 from __future__ import annotations
 
 from kvcsfs.engine.engine import Engine
-from kvcsfs.engine.entry import BLOCK, Entry
+from kvcsfs.engine.entry import Entry
 from tests.stores import CAPACITY, bytes_on_disk
-
-VALUE = (256 << 10) - BLOCK
-COUNT = CAPACITY // (256 << 10)
 
 
 async def entry_of(engine: Engine, key: str) -> Entry:

@@ -11,14 +11,16 @@ import pytest
 import trio
 import trio.testing
 
-from kvcsfs.engine import store
+from kvcsfs.engine import room, store
 from kvcsfs.engine.entry import BLOCK
 from kvcsfs.engine.session import Staged
 from kvcsfs.engine.store import SlotStore
 from kvcsfs.errors import BackingError, CapacityError
-from tests.faults.accounting import COUNT, VALUE, adds_up, entry_of
+from tests.faults.accounting import adds_up, entry_of
 from tests.stores import (
     CAPACITY,
+    COUNT,
+    VALUE,
     checksum,
     config,
     get,
@@ -97,6 +99,7 @@ async def test_an_object_that_can_not_be_opened_fails_alone_and_stays(tmp_path, 
 
 async def test_a_victim_that_can_not_be_recycled_is_not_the_last(tmp_path, monkeypatch):
     """Its file is tried again later; another victim makes room for a new one."""
+    monkeypatch.setattr(room, "RETRY_SECONDS", 0.05)
     async with running(config(tmp_path)) as engine:
         session = engine.session(0)
         for i in range(COUNT):

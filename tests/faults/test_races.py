@@ -10,8 +10,10 @@ import trio.testing
 
 from kvcsfs.engine.session import Session, Staged
 from kvcsfs.errors import CapacityError, NotFoundError, ReservationError
-from tests.faults.accounting import COUNT, VALUE, adds_up, entry_of
+from tests.faults.accounting import adds_up, entry_of
 from tests.stores import (
+    COUNT,
+    VALUE,
     Gate,
     checksum,
     config,

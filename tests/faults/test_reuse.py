@@ -19,8 +19,10 @@ from kvcsfs.engine.engine import Engine
 from kvcsfs.engine.entry import BLOCK
 from kvcsfs.engine.session import Session, Staged
 from kvcsfs.errors import BusyError, ReservationError
-from tests.faults.accounting import COUNT, VALUE, adds_up, entry_of
+from tests.faults.accounting import adds_up, entry_of
 from tests.stores import (
+    COUNT,
+    VALUE,
     Gate,
     checksum,
     config,

@@ -29,6 +29,7 @@ from tests.stores import (
     config,
     get,
     keys,
+    ledger,
     open_count,
     path_of,
     put,
@@ -39,7 +40,6 @@ from tests.stores import (
     values,
     write,
 )
-from tests.unit.ledgers import ledger
 
 # -- put and get
 

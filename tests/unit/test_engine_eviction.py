@@ -13,12 +13,15 @@ from kvcsfs.engine.session import Staged
 from kvcsfs.errors import CapacityError, NotFoundError, ReservationError
 from tests.stores import (
     CAPACITY,
+    OBJECT,
+    VALUE,
     Gate,
     bytes_on_disk,
     checksum,
     config,
     get,
     keys,
+    ledger,
     open_count,
     path_of,
     put,
@@ -29,7 +32,6 @@ from tests.stores import (
     values,
     write,
 )
-from tests.unit.ledgers import OBJECT, VALUE, ledger
 
 # -- capacity and eviction
 

@@ -16,11 +16,13 @@ from kvcsfs.engine.session import Staged
 from kvcsfs.errors import BusyError
 from tests.stores import (
     CAPACITY,
+    VALUE,
     bytes_on_disk,
     checksum,
     config,
     get,
     keys,
+    ledger,
     path_of,
     put,
     reserve,
@@ -29,7 +31,6 @@ from tests.stores import (
     values,
     write,
 )
-from tests.unit.ledgers import VALUE, ledger
 
 # -- verification
 

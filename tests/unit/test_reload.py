@@ -12,9 +12,7 @@ from kvcsfs.config import Permissions, Place
 from kvcsfs.engine.engine import Engine
 from kvcsfs.engine.room import Room
 from kvcsfs.errors import ConfigError
-from tests.stores import bytes_on_disk, config, keys, put, running
-
-VALUE = (256 << 10) - 4096  # 16 of them fill the store
+from tests.stores import VALUE, bytes_on_disk, config, keys, put, running
 
 
 def resized(settings, capacity):
