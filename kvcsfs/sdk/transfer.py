@@ -29,19 +29,26 @@ WHOLE_BYTES = (
 )  # up to here a hashed value is one piece of work: hashing beside the transfer is cheaper
 PROCESSORS = len(os.sched_getaffinity(0))
 OTHERS = max(1, PROCESSORS - 1)  # threads beside the caller's; one at least, as it may wait for the daemon
-BUSY_SHARE = 0.25  # a piece that has the processor for less of its time waited for a disk
+BUSY_SHARE = 0.25  # a piece that has the processor for less of its time waited, for a disk
+QUEUED_SHARE = (
+    0.5  # or, if it was ready for so much of its time, for a processor: then more threads only make it worse
+)
 IOV_MAX = 1024  # of one preadv or pwritev, sysconf(_SC_IOV_MAX)
 
 PENDING = -(1 << 31)  # status of a key that nobody has answered yet
 
 
 class Seat:
-    """A thread's place at a transfer. `inside`: it may touch the caller's memory right now."""
+    """A thread's place at a transfer. `inside`: it may touch the caller's memory right now.
 
-    __slots__ = ("inside",)
+    `queued`: what `queued_seconds` was when the thread last looked.
+    """
+
+    __slots__ = ("inside", "queued")
 
     def __init__(self) -> None:
         self.inside = False
+        self.queued = 0.0
 
 
 Piece: TypeAlias = "tuple[Callable[..., None], tuple[Any, ...]]"
@@ -153,6 +160,7 @@ class Transfer:
 
     def _help(self) -> None:
         seat = self._sit_down()
+        seat.queued = queued_seconds() if self._slow else 0.0
         while True:
             try:
                 while self._step(self._ready, seat) or self._step_slowly(seat):
@@ -181,8 +189,11 @@ class Transfer:
             return False
         begin, busy = time.perf_counter(), time.thread_time()
         stepped = self._step(self._slow, seat)
-        if time.thread_time() - busy < BUSY_SHARE * (time.perf_counter() - begin):
-            self._add_thread()
+        took = time.perf_counter() - begin
+        if time.thread_time() - busy < BUSY_SHARE * took:
+            before, seat.queued = seat.queued, queued_seconds()
+            if seat.queued - before < QUEUED_SHARE * took:
+                self._add_thread()
         return stepped
 
     def _finish_one(self) -> None:
@@ -207,6 +218,18 @@ class Transfer:
         finally:
             self._fds_closed()
             self._done.release()
+
+
+def queued_seconds() -> float:
+    """How long this thread has been ready to run without a processor, since it began; 0 if the kernel doesn't count it.
+
+    The second number of schedstat (Documentation/scheduler/sched-stats.rst).
+    """
+    try:
+        with open("/proc/thread-self/schedstat", "rb", buffering=0) as file:
+            return int(file.read().split()[1]) / 1e9
+    except (OSError, IndexError):
+        return 0.0
 
 
 def group(sizes: list[int], small: int) -> tuple[list[tuple[int, int]], list[int]]:

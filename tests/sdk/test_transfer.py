@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,7 +16,7 @@ import pytest
 
 from kvcsfs import wire
 from kvcsfs.errors import KvcsTimeoutError
-from kvcsfs.sdk import BufferPool, KvcsLowLevelClient, LLGetItemOpt, LLPutItem
+from kvcsfs.sdk import BufferPool, KvcsLowLevelClient, LLGetItemOpt, LLPutItem, transfer
 from kvcsfs.sdk.deadline import Deadline
 from kvcsfs.sdk.reading import Reading, Value
 from kvcsfs.sdk.transfer import PROCESSORS, TASK_BYTES, Seat, Transfer, group, ranges
@@ -313,6 +315,46 @@ def test_a_worker_goes_on_after_work_that_raises(expected_warnings):
     assert transfer.finish(Deadline(5))
     assert done.is_set() and closed.is_set()
     pool.close()
+
+
+@pytest.mark.parametrize(("waits_for", "threads"), [("disk", 4), ("processor", 1)])
+def test_threads_are_added_for_a_disk_and_not_for_a_processor(monkeypatch, waits_for, threads):
+    """What is ready and has no processor is not helped by one more that wants it."""
+    monkeypatch.setattr(
+        transfer,
+        "queued_seconds",
+        lambda: time.monotonic() if waits_for == "processor" else 0.0,
+    )
+    pool, seen = Pool("test", 4), set()
+
+    def piece(_seat: Seat) -> None:
+        seen.add(threading.get_ident())
+        time.sleep(0.005)
+
+    moving = Transfer(pool, set(), lambda: None, slow_threads=1)
+    moving.add([(piece, ())] * 40, slow=True)
+    assert moving.finish(Deadline(5))
+    assert len(seen) == threads
+    pool.close()
+
+
+def test_the_kernel_counts_the_time_without_a_processor():
+    processor = min(os.sched_getaffinity(0))
+    with subprocess.Popen(["sh", "-c", "while :; do :; done"]) as other, ThreadPoolExecutor(1) as thread:
+        try:
+            os.sched_setaffinity(other.pid, {processor})
+            waited = thread.submit(_spin, processor, 0.2).result()
+        finally:
+            other.kill()
+    assert 0.02 < waited < 10
+
+
+def _spin(processor: int, seconds: float) -> float:
+    os.sched_setaffinity(0, {processor})  # of this thread
+    before, end = transfer.queued_seconds(), time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+    return transfer.queued_seconds() - before
 
 
 def _raising(_seat: Seat) -> None:
