@@ -8,6 +8,7 @@ in its own module, where its asyncio mode puts a stand-in too (pyfuse3/asyncio.p
 
 from __future__ import annotations
 
+import os
 import select
 import time
 import types
@@ -37,7 +38,7 @@ class Dispatch:
         self.lowlevel = self
         self.Lock = lambda: self
         self._nursery: trio.Nursery | None = None
-        self._poll = select.poll()
+        self._poll: select.poll | None = None
         self._run_ends = 0.0
         self._taken = False
         self._waiting = trio.lowlevel.ParkingLot()
@@ -54,23 +55,30 @@ class Dispatch:
 
     def start_soon(self, loop: Callable[..., Coroutine[Any, Any, None]], *args: Any, name: str) -> None:
         assert self._nursery is not None
-        self._nursery.start_soon(self._serve, loop(*args), name=name)
+        self._nursery.start_soon(self._serve, loop, args, name=name)
 
-    async def _serve(self, loop: Coroutine[Any, Any, None]) -> None:
+    async def _serve(self, loop: Callable[..., Coroutine[Any, Any, None]], args: tuple[Any, ...]) -> None:
         try:
-            await self._steps(loop)
+            while not await self._steps(loop(*args)):
+                pass
         finally:
             self._waiting.unpark()
 
     @types.coroutine
-    def _steps(self, loop: Coroutine[Any, Any, None]) -> Generator[Any, Any, None]:
-        """One of pyfuse3's tasks, step by step: another takes over whenever it waits for anything but a request."""
+    def _steps(self, loop: Coroutine[Any, Any, None]) -> Generator[Any, Any, bool]:
+        """One of pyfuse3's tasks, step by step: another takes over whenever it waits for anything but a request.
+
+        False if it has to begin anew: there was nothing to read after all. No handler raises a BlockingIOError
+        (posix.posix_errors).
+        """
         outcome = None
         while True:
             try:
                 waits_for = loop.send(outcome)
             except StopIteration:
-                return
+                return True
+            except BlockingIOError:
+                return False
             if not self._idle:
                 self._waiting.unpark()
             self._idle = False
@@ -86,11 +94,17 @@ class Dispatch:
         self._taken = False
 
     async def wait_readable(self, fd: int) -> None:
-        """Return when there is a request: without a turn of the loop if there is one by now, but not for long."""
-        if time.monotonic() < self._run_ends:
+        """Return when there is a request: without a turn of the loop if there is one by now, but not for long.
+
+        It may be gone again when it is read: the kernel takes back what a program asked that is killed meanwhile.
+        Reading mustn't wait then, for the whole process would wait with it until somebody uses the mount.
+        """
+        if self._poll is None:
+            os.set_blocking(fd, False)
+            self._poll = select.poll()
             self._poll.register(fd, select.POLLIN)
-            if self._poll.poll(0):
-                return
+        if time.monotonic() < self._run_ends and self._poll.poll(0):
+            return
         self._idle = True
         await trio.lowlevel.wait_readable(fd)
         self._run_ends = time.monotonic() + RUN_SECONDS

@@ -19,6 +19,13 @@ class Kernel:
     def __init__(self) -> None:
         self.fd, self._end = os.pipe()
         self.answered = b""
+        self.takes_back = b""  # the request that is gone when it is read
+
+    def read(self) -> bytes:
+        if (request := os.read(self.fd, 1)) != self.takes_back or not request:
+            return request
+        assert not os.get_blocking(self.fd), "everything waits for the next request"
+        return os.read(self.fd, 1)
 
     def ask(self, requests: bytes) -> None:
         os.write(self._end, requests)
@@ -44,7 +51,7 @@ async def serve(kernel: Kernel, stands_in: Dispatch, handler: Callable[[bytes], 
                     await stands_in.lowlevel.wait_readable(kernel.fd)
             except stands_in.ClosedResourceError:
                 return
-            request = os.read(kernel.fd, 1)
+            request = kernel.read()
             if not request:
                 return
             await handler(request)
@@ -81,6 +88,20 @@ async def test_an_answer_that_waits_holds_nobody_up(kernel):
         kernel.ask(b"after")
         await trio.testing.wait_all_tasks_blocked()
         assert kernel.answered.endswith(b"after")
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_request_that_is_taken_back_holds_nobody_up(kernel):
+    kernel.takes_back = b"x"
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(serve, kernel, Dispatch(), answer)
+        for _ in range(2 * TASKS):
+            await trio.testing.wait_all_tasks_blocked()
+            kernel.ask(b"x")
+        await trio.testing.wait_all_tasks_blocked()
+        kernel.ask(b"ab")
+        await trio.testing.wait_all_tasks_blocked()
+        assert kernel.answered == b"ab"
         nursery.cancel_scope.cancel()
 
 
