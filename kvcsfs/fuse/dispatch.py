@@ -69,7 +69,7 @@ class Dispatch:
         """One of pyfuse3's tasks, step by step: another takes over whenever it waits for anything but a request.
 
         False if it has to begin anew: there was nothing to read after all. No handler raises a BlockingIOError
-        (posix.posix_errors).
+        (posix.posix_errors). pyfuse3 doesn't free its buffer then, a page or two that were written to.
         """
         outcome = None
         while True:
