@@ -20,9 +20,7 @@ import pyfuse3
 import trio
 import trio.lowlevel
 
-RUN_SECONDS = (
-    0.001  # for so long requests are taken without a turn of the loop, for which sockets and timers wait
-)
+RUN_SECONDS = 0.0003  # for so long without a turn of the loop: sockets and timers wait meanwhile
 
 
 class Dispatch:
