@@ -12,6 +12,26 @@ from typing import Self
 ROOT = Path(__file__).resolve().parents[1]
 
 
+def store_file(base: Path, *points: Path, capacity: str = "64MiB", mount: bool = False) -> Path:
+    """Write `base / "kvcsfs.toml"`: the socket is `base / "sock"`, the mount `base / "mnt"`.
+
+    The mountpoints are at `points`; without any there is one, at `base / "data"`, which is made. Several are pooled.
+    """
+    if not points:
+        points = (base / "data",)
+        points[0].mkdir()
+    lines = ["[store]", f'socket = "{base}/sock"']
+    if mount:
+        lines.append(f'mount = "{base}/mnt"')
+    if len(points) > 1:
+        lines.append('backend = "pooled"')
+    for point in points:
+        lines += ["[[mountpoints]]", f'path = "{point}"', f'capacity = "{capacity}"']
+    file = base / "kvcsfs.toml"
+    file.write_text("\n".join(lines) + "\n")
+    return file
+
+
 class Daemon:
     """`kvcsfs serve` with a configuration file. `prelude` is Python that runs before, such as a shorter patience."""
 

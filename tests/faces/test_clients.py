@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -14,22 +12,10 @@ import trio
 
 from kvcsfs import wire
 from kvcsfs.batch import connection, face
-from kvcsfs.batch.face import BatchFace
-from kvcsfs.engine.engine import Engine
+from tests.faces.served import serving
 from tests.rawclient import RawClient
-from tests.stores import config, running
 
 VALUE = b"x" * 5000
-
-
-@asynccontextmanager
-async def serving(path: Path) -> AsyncIterator[Engine]:
-    settings = config(path, 64 << 20)
-    async with running(settings) as engine, trio.open_nursery() as nursery:
-        face = BatchFace(engine, settings.socket)
-        nursery.start_soon(face.serve)
-        yield engine
-        face.stop()
 
 
 def connected(path: Path) -> socket.socket:

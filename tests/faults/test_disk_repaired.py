@@ -25,7 +25,7 @@ from kvcsfs.engine.entry import Entry
 from kvcsfs.engine.session import Session
 from kvcsfs.engine.store import SlotStore
 from kvcsfs.errors import BackingError, ConfigError
-from tests.daemons import Daemon
+from tests.daemons import Daemon, store_file
 from tests.faults.loop import make_image
 from tests.needs import needs_fuse, needs_root
 from tests.rawclient import RawClient
@@ -445,13 +445,8 @@ def read(client: KvcsLowLevelClient, key: str, where: LLBatchOptions) -> bytes:
 @needs_fuse
 def test_a_daemon_with_a_mount(tmp_path, disk):
     (tmp_path / "sound").mkdir()
-    file, socket, shown = tmp_path / "kvcsfs.toml", tmp_path / "sock", tmp_path / "mnt" / ".mountpoints" / "1"
-    file.write_text(
-        f'[store]\nsocket = "{socket}"\nmount = "{tmp_path}/mnt"\nbackend = "pooled"\n'
-        + "".join(
-            f'[[mountpoints]]\npath = "{p}"\ncapacity = "8MiB"\n' for p in (tmp_path / "sound", disk.path)
-        )
-    )
+    socket, shown = tmp_path / "sock", tmp_path / "mnt" / ".mountpoints" / "1"
+    file = store_file(tmp_path, tmp_path / "sound", disk.path, capacity="8MiB", mount=True)
     value, there = b"value" * 10_000, LLBatchOptions(mountpoint_index=1)
     prelude = "from kvcsfs.engine import upkeep; upkeep.LOOK_SECONDS = 0.05"
     with Daemon(file, prelude) as daemon, KvcsLowLevelClient(socket) as client:

@@ -28,14 +28,7 @@ def small(tmp_path) -> Iterator[Path]:
     """A file system in memory of 4 MiB."""
     path = tmp_path / "small"
     path.mkdir()
-    made = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(path)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if made.returncode:
-        pytest.skip(f"no tmpfs can be mounted: {made.stderr.strip()}")
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(path)], check=True)
     yield path
     subprocess.run(["umount", str(path)], check=True)
 

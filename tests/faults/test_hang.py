@@ -18,7 +18,7 @@ from kvcsfs.engine import lane
 from kvcsfs.engine.engine import Engine
 from kvcsfs.engine.session import Staged
 from kvcsfs.errors import BackingError
-from tests.daemons import Daemon
+from tests.daemons import Daemon, store_file
 from tests.faults.hangfs import HangFs
 from tests.needs import needs_fuse
 from tests.rawclient import RawClient
@@ -287,13 +287,7 @@ lane.LOOK_SECONDS = 0.05
 def test_the_other_faces_answer_and_the_daemon_stops(tmp_path, backing):
     (tmp_path / "local").mkdir()
     mount = tmp_path / "mnt"
-    file = tmp_path / "kvcsfs.toml"
-    file.write_text(
-        f'[store]\nsocket = "{tmp_path}/sock"\nmount = "{mount}"\nbackend = "pooled"\n'
-        + "".join(
-            f'[[mountpoints]]\npath = "{tmp_path / n}"\ncapacity = "64MiB"\n' for n in ("local", "hanging")
-        )
-    )
+    file = store_file(tmp_path, tmp_path / "local", tmp_path / "hanging", mount=True)
     other = mount / ".mountpoints" / "1"
     with Daemon(file, PATIENCE) as daemon:
         (mount / "k").write_bytes(VALUE)
@@ -328,17 +322,9 @@ def test_the_other_faces_answer_and_the_daemon_stops(tmp_path, backing):
         daemon.stop()
 
 
-def configuration(tmp_path: Path, *names: str) -> Path:
-    """A file with backing directories of these names."""
-    file = tmp_path / "kvcsfs.toml"
-    points = "".join(f'[[mountpoints]]\npath = "{tmp_path / n}"\ncapacity = "64MiB"\n' for n in names)
-    file.write_text(f'[store]\nsocket = "{tmp_path}/sock"\nbackend = "pooled"\n{points}')
-    return file
-
-
 def test_a_reload_does_not_wait_for_a_directory_that_hangs(tmp_path, backing):
     (tmp_path / "local").mkdir()
-    file = configuration(tmp_path, "local", "hanging")
+    file = store_file(tmp_path, tmp_path / "local", tmp_path / "hanging")
     with Daemon(file, PATIENCE + "from kvcsfs import daemon; daemon.RELOAD_SECONDS = 0.3\n") as daemon:
         backing.hang()
         daemon.process.send_signal(signal.SIGHUP)
@@ -365,14 +351,14 @@ face.BatchFace.stop = lambda self: time.sleep(60)
 
 def test_a_stop_ends_even_if_the_loop_stands_still(tmp_path):
     (tmp_path / "local").mkdir()
-    with Daemon(configuration(tmp_path, "local"), LOOP_STANDS_STILL) as daemon:
+    with Daemon(store_file(tmp_path, tmp_path / "local"), LOOP_STANDS_STILL) as daemon:
         with RawClient(tmp_path / "sock") as client:
             assert client.put("k", VALUE) == 0
         begun = time.monotonic()
         assert "ending anyway" in daemon.stop()
         assert daemon.process.returncode == 1
         assert time.monotonic() - begun < 15
-    with Daemon(configuration(tmp_path, "local")) as daemon:
+    with Daemon(store_file(tmp_path, tmp_path / "local")) as daemon:
         with RawClient(tmp_path / "sock") as client:
             assert client.get("k") == VALUE
         daemon.stop()

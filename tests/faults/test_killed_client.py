@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvcs import KvcsLowLevelClient, LLPutItem
-from tests.daemons import Daemon
+from tests.daemons import Daemon, store_file
 from tests.needs import needs_fuse
 
 pytestmark = [
@@ -35,13 +35,7 @@ Dispatch.wait_readable = wait_readable
 
 @pytest.fixture
 def daemon(tmp_path: Path) -> Iterator[Daemon]:
-    config = tmp_path / "kvcsfs.toml"
-    (tmp_path / "data").mkdir()
-    config.write_text(
-        f'[store]\nsocket = "{tmp_path}/sock"\nmount = "{tmp_path}/mnt"\n'
-        f'[[mountpoints]]\npath = "{tmp_path}/data"\ncapacity = "64MiB"\n'
-    )
-    with Daemon(config, READS_LATE.format(late=str(tmp_path / "late"))) as made:
+    with Daemon(store_file(tmp_path, mount=True), READS_LATE.format(late=str(tmp_path / "late"))) as made:
         yield made
 
 

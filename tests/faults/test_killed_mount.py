@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvcs import KvcsLowLevelClient, LLPutItem
-from tests.daemons import Daemon
+from tests.daemons import Daemon, store_file
 from tests.needs import needs_fuse
 
 pytestmark = [
@@ -35,13 +35,7 @@ Operations.unlink = unlink
 
 @pytest.fixture
 def daemon(tmp_path: Path) -> Iterator[Daemon]:
-    config = tmp_path / "kvcsfs.toml"
-    (tmp_path / "data").mkdir()
-    config.write_text(
-        f'[store]\nsocket = "{tmp_path}/sock"\nmount = "{tmp_path}/mnt"\n'
-        f'[[mountpoints]]\npath = "{tmp_path}/data"\ncapacity = "64MiB"\n'
-    )
-    with Daemon(config, HOLDS) as made:
+    with Daemon(store_file(tmp_path, mount=True), HOLDS) as made:
         yield made
 
 

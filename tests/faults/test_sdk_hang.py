@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvcs import KvcsLowLevelClient, KvcsTimeoutError, LLGetItemOpt, LLPutItem
-from tests.daemons import Daemon
+from tests.daemons import Daemon, store_file
 from tests.deadlines import PROMISED_SECONDS, typical_overshoot
 from tests.faults.hangfs import HangFs
 from tests.needs import needs_fuse
@@ -39,11 +39,10 @@ def backing(tmp_path: Path) -> Iterator[HangFs]:
 
 @pytest.fixture
 def client(tmp_path: Path, backing: HangFs) -> Iterator[KvcsLowLevelClient]:
-    config = tmp_path / "kvcsfs.toml"
-    config.write_text(
-        f'[store]\nsocket = "{tmp_path}/sock"\n[[mountpoints]]\npath = "{backing.path}"\ncapacity = "1GiB"\n'
-    )
-    with Daemon(config), KvcsLowLevelClient(tmp_path / "sock") as made:
+    with (
+        Daemon(store_file(tmp_path, backing.path, capacity="1GiB")),
+        KvcsLowLevelClient(tmp_path / "sock") as made,
+    ):
         items = [LLPutItem(key, key.encode() * (SIZE // len(key))) for key in KEYS]
         assert [r.status for r in made.ll_batch_put(items)] == [0] * len(KEYS)
         yield made

@@ -18,7 +18,7 @@ import pytest
 from kvcs import KvcsLowLevelClient, LLGetItemOpt, LLPutItem
 from kvcsfs import wire
 from kvcsfs.errors import ProtocolError
-from tests.daemons import Daemon
+from tests.daemons import Daemon, store_file
 from tests.rawclient import RawClient
 
 pytestmark = pytest.mark.long
@@ -68,12 +68,7 @@ ODD += [
 
 @pytest.fixture
 def daemon(tmp_path):
-    (tmp_path / "data").mkdir()
-    file = tmp_path / "kvcsfs.toml"
-    file.write_text(
-        f'[store]\nsocket = "{tmp_path}/sock"\n[[mountpoints]]\npath = "{tmp_path}/data"\ncapacity = "8MiB"\n'
-    )
-    with Daemon(file) as running:
+    with Daemon(store_file(tmp_path, capacity="8MiB")) as running:
         yield running
 
 
