@@ -90,8 +90,12 @@ async def _serve(read: Callable[[], Config]) -> None:
 async def _mount(engine: Engine, config: Config, nursery: trio.Nursery) -> Mount | None:
     if config.mount is None:
         return None
-    from kvcsfs.fuse.mount import Mount  # a store without a mount works without pyfuse3's library
-
+    try:
+        from kvcsfs.fuse.mount import Mount  # a store without a mount works without pyfuse3's library
+    except ImportError as exc:
+        raise ConfigError(
+            f"mount: {exc}; expected pyfuse3 and libfuse3: pip install 'kvcsfs[daemon]', apt install libfuse3-3"
+        ) from None
     mount = Mount(engine, config.mount)
     await mount.start(nursery)
     return mount

@@ -59,5 +59,5 @@ def _matplotlib() -> ModuleType:
     try:
         importlib.import_module("matplotlib").use("Agg")  # no display needed
         return importlib.import_module("matplotlib.pyplot")
-    except ImportError:
-        raise ConfigError("--plot needs matplotlib: pip install 'kvcsfs[bench]'") from None
+    except ImportError as exc:
+        raise ConfigError(f"--plot needs matplotlib: {exc}; pip install 'kvcsfs[bench]'") from None

@@ -257,6 +257,17 @@ def test_a_metrics_address_that_is_taken(tmp_path):
     assert f"kvcsfs: metrics: can't listen at {address}: Address already in use" in result.stderr
 
 
+def test_a_mount_without_the_systems_library(tmp_path):
+    gone = "libfuse3.so.3: cannot open shared object file"
+    (tmp_path / "pyfuse3.py").write_text(f"raise ImportError({gone!r})")
+    flags = ["--data", str(tmp_path), "--capacity", "8MiB", "--socket", str(tmp_path / "sock")]
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    result = command("serve", *flags, "--mount", str(tmp_path / "mnt"), environment={"PYTHONPATH": path})
+    assert result.returncode == 2
+    assert "Traceback" not in result.stderr
+    assert f"kvcsfs: mount: {gone}; expected pyfuse3 and libfuse3" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

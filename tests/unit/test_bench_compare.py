@@ -63,6 +63,20 @@ def test_a_missing_peer_is_told_in_one_line_and_left_out(tmp_path, capsys, monke
     assert capsys.readouterr().err == "kvcs-bench: get: without redis: not installed: pip install nothing\n"
 
 
+@pytest.mark.parametrize(
+    ("cause", "told"),
+    [
+        ("raise ImportError('libgone.so.1: cannot open')", "libgone.so.1: cannot open"),
+        ("import kvcs_no_such_module", "No module named 'kvcs_no_such_module'"),
+    ],
+)
+def test_a_peer_that_lacks_something_itself_says_what(tmp_path, monkeypatch, cause, told):
+    (tmp_path / "kvcs_lame.py").write_text(cause)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(MissingPeerError, match=f"^lame can't be loaded: {told}$"):
+        optional("kvcs_lame", "lame")
+
+
 def test_they_take_turns_and_puts_have_fresh_keys(tmp_path, monkeypatch):
     seen = []
 

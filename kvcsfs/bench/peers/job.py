@@ -103,9 +103,13 @@ def optional(module: str, package: str) -> ModuleType:
     """Import a peer's client.
 
     Raises:
-        MissingPeerError: it is not installed.
+        MissingPeerError: it is not installed, or lacks something itself.
     """
     try:
         return importlib.import_module(module)
-    except ImportError:
-        raise MissingPeerError(f"not installed: pip install {package}") from None
+    except ModuleNotFoundError as exc:
+        if exc.name and module.startswith(exc.name):
+            raise MissingPeerError(f"not installed: pip install {package}") from None
+        raise MissingPeerError(f"{package} can't be loaded: {exc}") from None
+    except ImportError as exc:
+        raise MissingPeerError(f"{package} can't be loaded: {exc}") from None
