@@ -39,12 +39,16 @@ PENDING = -(1 << 31)  # status of a key that nobody has answered yet
 
 
 class Seat:
-    """A thread's place at a transfer. `inside`: it may touch the caller's memory right now."""
+    """A thread's place at a transfer. `inside`: it may touch the caller's memory right now.
 
-    __slots__ = ("inside",)
+    `queued`: what `queued_seconds` was when the thread last looked.
+    """
+
+    __slots__ = ("inside", "queued")
 
     def __init__(self) -> None:
         self.inside = False
+        self.queued = 0.0
 
 
 Piece: TypeAlias = "tuple[Callable[..., None], tuple[Any, ...]]"
@@ -156,6 +160,7 @@ class Transfer:
 
     def _help(self) -> None:
         seat = self._sit_down()
+        seat.queued = queued_seconds() if self._slow else 0.0
         while True:
             try:
                 while self._step(self._ready, seat) or self._step_slowly(seat):
@@ -182,11 +187,13 @@ class Transfer:
     def _step_slowly(self, seat: Seat) -> bool:
         if not self._slow:
             return False
-        queued, begin, busy = queued_seconds(), time.perf_counter(), time.thread_time()
+        begin, busy = time.perf_counter(), time.thread_time()
         stepped = self._step(self._slow, seat)
         took = time.perf_counter() - begin
-        if time.thread_time() - busy < BUSY_SHARE * took and queued_seconds() - queued < QUEUED_SHARE * took:
-            self._add_thread()
+        if time.thread_time() - busy < BUSY_SHARE * took:
+            before, seat.queued = seat.queued, queued_seconds()
+            if seat.queued - before < QUEUED_SHARE * took:
+                self._add_thread()
         return stepped
 
     def _finish_one(self) -> None:
