@@ -50,6 +50,7 @@ class Store:
         self._counts: Counter[str] = Counter()
         self._resume = self._warn_again = 0.0
         self._queue: WriteBackQueue | None = None
+        self._closed = False
 
     # -- questions
 
@@ -112,6 +113,9 @@ class Store:
         """Queue a value and return at once; its memory is the store's until `on_done(stored)`. False: dropped."""
         if self._queue is None:
             with self._lock:
+                if self._closed:  # an engine's last threads may outlive its connector
+                    self._counts["dropped"] += 1
+                    return False
                 self._queue = self._queue or self._new_queue()
         try:
             return self._queue.submit(key, value, lambda status: self._saved(status, on_done))
@@ -162,12 +166,14 @@ class Store:
         queue = self._queue.stats() if self._queue else {}
         with self._lock:
             counts = dict(self._counts)
-        counts["dropped"] = queue.get("dropped", 0)
+        counts["dropped"] = counts.get("dropped", 0) + queue.get("dropped", 0)
         counts["queued_bytes"] = queue.get("queued_bytes", 0)
         return counts
 
     def close(self) -> None:
         """Write what is queued, for 5 s at most, and end. May be called again."""
+        with self._lock:
+            self._closed = True
         if self._queue is not None:
             self._queue.close()
         self.client.close()

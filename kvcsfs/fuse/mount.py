@@ -45,6 +45,7 @@ class Mount:
         self._stopping = False
         self._bound: list[Path] = []
         self._guard: Guard | None = None
+        self._device: str | None = None  # once it is mounted
 
     async def start(self, nursery: trio.Nursery) -> None:
         """Mount, and return when the mount answers. Raises ConfigError; then nothing is mounted."""
@@ -60,11 +61,12 @@ class Mount:
             pyfuse3.init(operations, str(self._path), options)
         except RuntimeError as exc:
             raise ConfigError(f"{self._path}: can't be mounted: {exc}") from exc
+        self._device = device(self._path)
         Dispatch().install()
         self._engine.watchers.append(self._coherence.watch)
         nursery.start_soon(self._run)
         try:
-            self._guard = Guard(self._path, device(self._path))
+            self._guard = Guard(self._path, self._device)
         except OSError as exc:
             log.warning("%s: no guard: %s", self._path, exc.strerror)
         with trio.move_on_after(ANSWER_SECONDS):
@@ -124,7 +126,9 @@ class Mount:
         if await trio.to_thread.run_sync(self._coherence.stop):
             # Closes the connection first, so that programs waiting for us get an error, and then detaches.
             pyfuse3.close(unmount=True)
-        else:  # a thread is still in a call of the session, which must not go
+        # It is still mounted if a thread is in a call of the session, which must not go then, or if somebody aborted
+        # the connection: libfuse takes that for unmounted (lib/mount.c, fuse_kern_unmount).
+        if device(self._path) == self._device:
             unmount(self._path)
         if self._guard is not None:
             self._guard.dismiss()

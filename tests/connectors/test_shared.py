@@ -227,6 +227,15 @@ def test_a_stored_value_is_kept(tmp_path):
         store.close()
 
 
+def test_a_closed_store_takes_nothing_more_and_starts_no_thread(tmp_path):
+    store = Store(Settings(socket=str(tmp_path / "none")))
+    store.close()
+    before = threading.active_count()
+    assert not store.save_later("k", b"value", lambda stored: None)
+    assert threading.active_count() == before
+    assert store.stats()["dropped"] == 1
+
+
 def test_a_queue_that_is_full_drops_and_counts(tmp_path):
     with Daemon(tmp_path, 64 << 20) as daemon:
         store = Store(Settings(socket=daemon.socket, queue_bytes=15_000))

@@ -160,3 +160,16 @@ def test_a_bad_mount_point_is_one_line(tmp_path):
         Mounted(tmp_path / "data", tmp_path / "file")
     with pytest.raises(RuntimeError, match=r"no mount: [^\n]*can't be a mount point: [^\n]*\n$"):
         Mounted(tmp_path / "data", tmp_path / "file" / "below")
+
+
+def test_a_mount_that_was_aborted_while_in_use_is_gone_and_the_store_serves_on(own):
+    """`umount -f` of a busy mount aborts its connection and leaves it in the table."""
+    file = own.path / "file"
+    file.write_bytes(b"value")
+    fd = os.open(file, os.O_RDONLY)
+    assert subprocess.run(["umount", "-f", own.path], stderr=subprocess.PIPE, check=False).returncode
+    with fails(errno.ENOTCONN):
+        os.close(fd)
+    eventually(lambda: f" {own.path} " not in Path("/proc/self/mounts").read_text())
+    own.call("check")
+    assert "the mount has ended" in own.stop()
