@@ -1,12 +1,14 @@
 """llama.cpp: keeps a server's slot states in the store by prefix of the prompt, and restores the longest.
 
 The server writes a slot file in pieces of 8 to 64 KiB, each of which would be a request to the mount. So a state passes
-through a file in memory, from and to which the SDK moves it as one value. Needs
+through a file in memory, from and to which the SDK moves it as one value: what was saved is stored while the server
+goes on. Needs
 `llama-server --slots --slot-save-path <slots>`. Source: llama.cpp, tools/server/README.md.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import http.client
 import json
@@ -19,11 +21,15 @@ from operator import index
 from pathlib import Path
 from typing import Any
 
+from kvcsfs import wire
 from kvcsfs.connectors.keys import KeySpace, prefix_hashes
 from kvcsfs.connectors.settings import Settings
 from kvcsfs.connectors.store import Store
 
 log = logging.getLogger("kvcs.connectors")
+
+# Up to this size the file of a restored state is filled again, as half of a restore was fresh memory.
+KEPT_BYTES = 64 << 20
 
 
 class LlamaPrefixCache:
@@ -46,12 +52,12 @@ class LlamaPrefixCache:
 
         Args:
             model: stands for the weights and their quantisation.
-            slots: the server's `--slot-save-path`, best in memory (tmpfs); made if it isn't there. One state at a time
-                is in it.
+            slots: the server's `--slot-save-path`, best in memory (tmpfs); made if it isn't there. A state that is
+                restored or saved is in it, and one more that is being stored.
             dtype, layout: of its KV cache (`--cache-type-k`), and what else its slot files depend on.
             step_tokens: prefixes are stored at this length and its doublings, and at their full length.
             request_s: how long one request to the server may take; a prompt is computed within it.
-            options: see `Settings`.
+            options: see `Settings`; one state at a time waits to be stored, whatever its size.
         Raises:
             ValueError: a model without a name, a directory that can't be made, a step below 1, an option that
                 can't be used.
@@ -69,13 +75,13 @@ class LlamaPrefixCache:
         # one of its own: a server that was busy saves when we wait no longer, and would cut a state that we read in.
         name = f"kvcs-{hashlib.sha256(f'{self._url} {slot}'.encode()).hexdigest()[:16]}"
         self._saved, self._loaded = (Path(slots) / f"{name}-{action}" for action in ("save", "restore"))
-        self._store = Store(settings)
+        self._store = Store(dataclasses.replace(settings, queue_bytes=wire.MAX_VALUE_BYTES, queue_items=1))
 
     def warm(self, tokens: Sequence[int]) -> int:
         """Make the slot hold the state of `tokens`, computing what no stored prefix has; that prefix's length.
 
-        What was computed is stored at several lengths, for prompts that share only a part. If the server fails, the
-        slot holds less, and the next completion computes it.
+        What was computed is stored at several lengths, for prompts that share only a part; the last may still be on its
+        way when this returns. If the server fails, the slot holds less, and the next completion computes it.
         """
         lengths = self._lengths(len(tokens))
         try:
@@ -84,6 +90,7 @@ class LlamaPrefixCache:
         except Exception:  # noqa: BLE001  tokens that are none
             self._store.mishap("restore", 1)
             return 0
+        self._store.flush()  # or what the last call saved would be computed again
         sizes = self._store.sizes(keys)
         known = self._restore([state for state in zip(lengths, keys, sizes, strict=True) if state[2]])
         for length, key, size in zip(lengths, keys, sizes, strict=True):
@@ -98,12 +105,18 @@ class LlamaPrefixCache:
         """Forget what the slot holds."""
         return self._post(f"/slots/{self._slot}?action=erase", {})
 
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Wait until all that was saved is stored; False if that took too long."""
+        return self._store.flush(timeout_s)
+
     def stats(self) -> dict[str, int]:
         """Counts: restored, computed, saved, and what failed."""
         return self._store.stats()
 
     def close(self) -> None:
+        """Store what is on its way, for 5 s at most, and end."""
         self._store.close()
+        self._loaded.unlink(missing_ok=True)
 
     def _lengths(self, tokens: int) -> list[int]:
         lengths, length = [], self._step
@@ -127,19 +140,23 @@ class LlamaPrefixCache:
 
     def _fill(self, key: str, size: int) -> bool:
         """Fill the slot from one value; False if that was evicted since, or the server doesn't take it."""
+        done = False
         try:
             if not self._load(key, size):
                 return False
-            if self._post_slot("restore", self._loaded):
-                return True
-            self.erase()  # what a failed restore leaves is not known
-            return False
+            done = self._post_slot("restore", self._loaded)
+            if not done:
+                self.erase()  # what a failed restore leaves is not known
+            return done
         finally:
-            self._loaded.unlink(missing_ok=True)
+            # One that was refused may still be read by a server that is late: the next is another file.
+            if not done or size > KEPT_BYTES:
+                self._loaded.unlink(missing_ok=True)
 
     def _load(self, key: str, size: int) -> bool:
         """Read a value into the slot file. Raises OSError: no room for it."""
-        with self._loaded.open("w+b") as file:
+        with self._loaded.open("a+b") as file:  # the last one's, if it is there
+            file.truncate(size)
             os.posix_fallocate(file.fileno(), 0, size)  # else no room is a SIGBUS in the mapping
             memory = mmap.mmap(file.fileno(), size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         return self._store.load([key], [memory])[0]
@@ -159,7 +176,8 @@ class LlamaPrefixCache:
         if state is None:
             self._store.count("save_failed")
             return
-        self._store.save([key], [state])
+        self._store.flush()  # so that the directory needs room for no third state
+        self._store.save_later(key, state, lambda _stored: None)
 
     def _state(self) -> mmap.mmap | None:
         """The slot's state, as the server writes it; None if it doesn't."""

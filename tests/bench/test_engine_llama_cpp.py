@@ -29,6 +29,7 @@ def by_the_helper(prefixes: LlamaPrefixCache) -> tuple[Step, Step]:
     def store(turn: int) -> None:
         for i in range(SLOTS):
             prefixes._save(f"slots/{turn}-{i}")
+        assert prefixes.flush(30)
 
     def load(turn: int) -> None:
         for i in range(SLOTS):

@@ -103,8 +103,8 @@ def server(slots: Path) -> Iterator[Server]:
 def prefixes(server: Server, daemon: Daemon, slots: Path) -> Iterator[LlamaPrefixCache]:
     made = LlamaPrefixCache(server.url, "smollm", slots, step_tokens=16, socket=daemon.socket)
     yield made
-    assert list(slots.iterdir()) == []  # whatever happened, nothing stays
     made.close()
+    assert list(slots.iterdir()) == []  # whatever happened, nothing stays
 
 
 def test_a_prompt_is_stored_at_several_lengths_and_restored_whole(server, prefixes):
@@ -124,6 +124,7 @@ def test_a_prompt_that_shares_a_part_reuses_the_longest_stored_prefix(server, pr
     longer = [*TOKENS, *TOKENS]
     assert prefixes.warm(longer) == 64  # the full prompt's own length is no step of the longer one
     assert prefixes.warm([1, *TOKENS]) == 0
+    assert prefixes.flush(30)
     counts = prefixes.stats()
     assert (counts["restored"], counts["saved"]) == (2, 4 + 1 + 2 + 4)
 
@@ -147,9 +148,11 @@ def test_a_prefix_evicted_between_query_and_read_falls_back_to_a_shorter_one(ser
 
 def test_a_daemon_killed_in_the_middle_costs_the_computation_alone(server, prefixes, daemon):
     prefixes.warm(TOKENS)
+    assert prefixes.flush(30)
     daemon.kill()
     prefixes.erase()
     assert prefixes.warm(TOKENS) == 0
+    assert prefixes.flush(30)
     assert (server.slot, prefixes.stats()["save_failed"]) == (TOKENS, 4)
     daemon.start()
     prefixes.erase()
@@ -239,6 +242,47 @@ def test_no_room_for_a_state_costs_the_computation_alone(server, prefixes, monke
         patch.setattr("os.posix_fallocate", full)
         assert prefixes.warm(TOKENS) == 0
     assert (server.slot, prefixes.stats()["restore_failed"]) == (TOKENS, 4)
+
+
+def test_a_state_is_restored_into_the_file_of_the_last_one(server, prefixes):
+    prefixes.warm(TOKENS[:20])
+    prefixes.warm(TOKENS)
+    files = []
+    for tokens in (TOKENS, TOKENS[:20], TOKENS):  # it shrinks and grows again
+        prefixes.erase()
+        assert prefixes.warm(tokens) == len(tokens)
+        assert server.slot == tokens
+        files.append(prefixes._loaded.stat().st_ino)
+    assert len(set(files)) == 1
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_large_state_or_one_that_was_refused_leaves_no_file(server, prefixes, monkeypatch, refused):
+    prefixes.warm(TOKENS)
+    prefixes.erase()
+    if refused:
+        server.broken = True
+    else:
+        monkeypatch.setattr("kvcsfs.connectors.llama_cpp.KEPT_BYTES", 4000)
+    assert prefixes.warm(TOKENS) == (0 if refused else 100)
+    assert not prefixes._loaded.exists()
+
+
+def test_warm_does_not_wait_for_the_store_and_the_next_one_finds_what_it_saved(server, prefixes, monkeypatch):
+    client = prefixes._store.client
+    put, may_put = client.ll_batch_put, threading.Event()
+
+    def late_put(*args: object) -> object:
+        assert may_put.wait(30)
+        return put(*args)
+
+    monkeypatch.setattr(client, "ll_batch_put", late_put)
+    assert prefixes.warm(TOKENS[:8]) == 0
+    assert not prefixes.flush(0.05)
+    threading.Timer(0.1, may_put.set).start()
+    prefixes.erase()
+    assert prefixes.warm(TOKENS[:8]) == 8
+    assert server.slot == TOKENS[:8]
 
 
 def test_another_slot_or_server_has_another_file(prefixes, server, slots, daemon):
