@@ -104,7 +104,9 @@ def _trace_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--max-requests", type=_count, default=0, help="replay only the first of them")
     parser.add_argument("--socket", help="of a running daemon that holds nothing else; else one is started")
-    parser.add_argument("--data", type=Path, help="directory below which a daemon of our own keeps its data")
+    parser.add_argument(
+        "--data", type=_directory, help="directory below which a daemon of our own keeps its data"
+    )
     parser.add_argument("--json", action="store_true")
     parser.set_defaults(run=_trace)
 
@@ -144,7 +146,9 @@ def _compare_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--workers", type=_count, default=4, help="threads, for all who use any (%(default)s)"
     )
-    parser.add_argument("--data", type=Path, help="directory for all files, on the file system to measure")
+    parser.add_argument(
+        "--data", type=_directory, help="directory for all files, on the file system to measure"
+    )
     parser.add_argument("--json", action="store_true")
     parser.set_defaults(run=_compare)
 
@@ -170,6 +174,12 @@ def _names(known: Sequence[str]) -> Callable[[str], list[str]]:
         return names
 
     return parse
+
+
+def _directory(text: str) -> Path:
+    if not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a directory that exists")
+    return Path(text)
 
 
 def _count(text: str) -> int:

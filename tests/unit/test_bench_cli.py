@@ -28,6 +28,8 @@ ENVIRONMENT = '{"keys": 8, "value_size": 64, "warm_up_s": 0, "duration_s": 0.01}
         (["compare", "--works", "get:4x8"], "expected values of 8 bytes or more"),
         (["compare", "--peers", "limit,disk"], "'disk': expected names of limit, kvcsfs"),
         (["compare", "--peers", "limit,limit"], "'limit,limit': expected each name once"),
+        (["compare", "--data", "/none"], "'/none': expected a directory that exists"),
+        (["trace", "t", "--capacity", "1GiB", "--data", "/dev/null"], "'/dev/null': expected a directory"),
         ([], "the following arguments are required: COMMAND"),
     ],
 )
