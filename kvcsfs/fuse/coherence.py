@@ -98,11 +98,7 @@ class Coherence:
         """Look after a key that changed, and after `node`, which may have lost it since, or the kernel's interest."""
         inodes, namespace = self._tree.inodes, self._tree.peek(index)
         if node is not None:
-            async with node.lock:
-                entry = await self._tree.engine.find(index, key)
-                if inodes.files.get((index, key)) is node and self._tree.is_stale(node, entry):
-                    inodes.lose(node, self._tree.recorded(node))
-            inodes.drop_unused(node)  # who had the lock could not, as we waited for it
+            await self._tree.recheck(node)
         node = inodes.files.get((index, key), node)
         entry = await self._tree.engine.find(index, key)
         if node is not None and (node.writer is not None or node.entry is entry):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from contextlib import AsyncExitStack
 
 from pyfuse3 import RENAME_NOREPLACE, FUSEError
 
@@ -58,14 +59,15 @@ class Renames:
     async def _file(self, node: File, target: Node | None, parent: Directory, name: bytes) -> None:
         if isinstance(target, Directory):
             raise FUSEError(errno.EISDIR)
-        async with node.lock:
-            if isinstance(target, File):
-                key = target.key
-                async with target.lock:
-                    await self._contents.rename(node, key, target)
-            else:
-                key = self._tree.path_of_new(parent, name)
-                await self._contents.rename(node, key, None)
+        other = target if isinstance(target, File) else None
+        key = other.key if other is not None else self._tree.path_of_new(parent, name)
+        async with AsyncExitStack() as locks:
+            await locks.enter_async_context(node.lock)
+            if other is not None:
+                await locks.enter_async_context(other.lock)
+            if node.gone:  # since it was looked up; ESTALE makes the kernel do that again
+                raise FUSEError(errno.ESTALE)
+            await self._contents.rename(node, key, other)
             self._tree.inodes.move(node, key, parent, name)
-        if isinstance(target, File):
-            self._tree.inodes.drop_unused(target)
+        if other is not None:
+            self._tree.inodes.drop_unused(other)

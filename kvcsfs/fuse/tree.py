@@ -85,8 +85,13 @@ class Tree:
             return self._mountpoint(parent, raw)
         name = self.decode(parent, raw)
         path = parent.base + name.component if name is not None else ""
-        ((entry, is_directory),) = await self.look(parent.index, [path])
-        return self._node(parent, raw, name, path, entry, is_directory)
+        while True:
+            ((entry, is_directory),) = await self.look(parent.index, [path])
+            node = self.inodes.files.get((parent.index, path))
+            if node is None or not node.lock.locked() or not self.is_stale(node, entry):
+                return self._node(parent, raw, name, path, entry, is_directory)
+            # To be told for sure: the kernel asks once more after ESTALE, and must get what can be opened.
+            await self.recheck(node)
 
     def _node(
         self,
@@ -159,6 +164,14 @@ class Tree:
         if node.gone or node.writer is not None:
             return node.gone
         return entry is not node.entry or (entry is None and not self.peek(node.index).is_file(node.key))
+
+    async def recheck(self, node: File) -> None:
+        """Take the name from a file that isn't any more what its key holds, once nobody has its lock."""
+        async with node.lock:
+            entry = await self.engine.find(node.index, node.key)
+            if not node.gone and self.is_stale(node, entry):
+                self.inodes.lose(node, self.recorded(node))
+        self.inodes.drop_unused(node)  # who had the lock could not, as we waited for it
 
     async def is_empty(self, node: Directory) -> bool:
         """Whether a directory has nothing in it."""

@@ -164,6 +164,58 @@ async def test_changes_by_a_path_of_which_the_kernel_has_not_heard(tmp_path, mon
         await face.close(nursery)
 
 
+@pytest.mark.parametrize("how", ["replaced", "evicted"])
+async def test_a_lookup_beside_whoever_waits_for_the_file(tmp_path, monkeypatch, how):
+    """Else `open` of an evicted file said ESTALE twice, and the kernel asks but twice."""
+    async with running(config(tmp_path)) as engine, trio.open_nursery() as nursery:
+        face = Face(engine, monkeypatch)
+        nursery.start_soon(face.coherence.run)
+        await put(engine, face.session, "value", b"v" * 5000)
+        node = await face.known(b"value")
+        async with node.lock:
+            if how == "replaced":
+                await put(engine, face.session, "value", b"w" * 6000)
+            else:
+                await engine.evict(0, "", 0)
+            await trio.testing.wait_all_tasks_blocked()  # coherence waits for the lock
+        assert node.lock.locked()  # it has it now, and wasn't there yet
+        found = await face.tree.lookup(face.tree.inodes.root, b"value")
+        assert found is not node
+        assert (found is not None and found.size == 6000) == (how == "replaced")
+        assert await face.next() == b"value"
+        await face.close(nursery)
+
+
+async def test_a_rename_of_a_file_that_is_replaced_meanwhile(tmp_path, monkeypatch):
+    """The kernel is made to look the path up again; the value stays where it is."""
+    async with running(config(tmp_path)) as engine, trio.open_nursery() as nursery:
+        face = Face(engine, monkeypatch)
+        nursery.start_soon(face.coherence.run)
+        for name in ("new", "old"):
+            await put(engine, face.session, name, b"v" * 5000)
+        node, target = await face.known(b"old"), await face.known(b"new")
+        failed: list[int] = []
+
+        async def rename() -> None:
+            root = face.tree.inodes.root.number
+            try:
+                await face.operations.rename(root, b"old", root, b"new", 0, None)
+            except pyfuse3.FUSEError as exc:
+                failed.append(exc.errno)
+
+        async with target.lock:
+            nursery.start_soon(rename)
+            await trio.testing.wait_all_tasks_blocked()
+            await put(engine, face.session, "old", b"w" * 6000)
+            face.tree.inodes.lose(node, {})
+        await trio.testing.wait_all_tasks_blocked()
+        assert failed == [errno.ESTALE]
+        assert await get(engine, face.session, "old") == b"w" * 6000
+        assert await get(engine, face.session, "new") == b"v" * 5000
+        assert await face.next() == b"old"
+        await face.close(nursery)
+
+
 async def test_a_mountpoint_whose_directory_goes_and_comes_back(tmp_path, monkeypatch, expected_warnings):
     """The kernel is told of all that it knows there; what has no byte yet holds nothing, and is lost."""
     expected_warnings.append("in trouble: the backing directory was unmounted or replaced")
