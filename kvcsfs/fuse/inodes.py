@@ -129,6 +129,10 @@ class Inodes:
         self.files[index, key] = self._numbers[node.number] = node
         return node
 
+    def has(self, node: File) -> bool:
+        """Whether a file still has its name: it has not lost it, nor has it been dropped."""
+        return self.files.get((node.index, node.key)) is node
+
     def move(self, node: File | Directory, path: str, parent: Directory, name: bytes) -> None:
         """Give a node another path; what has it so far loses it."""
         if isinstance(node, File):
@@ -191,7 +195,7 @@ class Inodes:
         for number, node in self._numbers.items():
             assert number == node.number
             if isinstance(node, File):
-                assert (self.files.get((node.index, node.key)) is node) != node.gone
+                assert self.has(node) != node.gone
                 held = node.lookups or node.opens or node.writer is not None or node.lock.locked()
                 assert held or not node.gone, f"nobody knows {node.key!r}"
         assert all(self._numbers.get(n.number) is n for n in self.files.values())

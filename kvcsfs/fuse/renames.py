@@ -65,7 +65,8 @@ class Renames:
             await locks.enter_async_context(node.lock)
             if other is not None:
                 await locks.enter_async_context(other.lock)
-            if node.gone:  # since it was looked up; ESTALE makes the kernel do that again
+            # Since it was looked up it may have lost its name; ESTALE makes the kernel do that again.
+            if not self._tree.inodes.has(node):
                 raise FUSEError(errno.ESTALE)
             await self._contents.rename(node, key, other)
             self._tree.inodes.move(node, key, parent, name)

@@ -169,7 +169,7 @@ class Tree:
         """Take the name from a file that isn't any more what its key holds, once nobody has its lock."""
         async with node.lock:
             entry = await self.engine.find(node.index, node.key)
-            if not node.gone and self.is_stale(node, entry):
+            if self.inodes.has(node) and self.is_stale(node, entry):
                 self.inodes.lose(node, self.recorded(node))
         self.inodes.drop_unused(node)  # who had the lock could not, as we waited for it
 

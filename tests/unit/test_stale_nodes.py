@@ -110,6 +110,20 @@ async def test_a_file_that_the_kernel_forgets_while_we_wait_for_its_lock(tmp_pat
         await face.close(nursery)
 
 
+async def test_a_file_that_the_kernel_forgets_before_we_look_after_it(tmp_path, monkeypatch):
+    """Nothing is left to be done, and the mount doesn't end with it."""
+    async with running(config(tmp_path)) as engine, trio.open_nursery() as nursery:
+        face = Face(engine, monkeypatch)
+        await put(engine, face.session, "value", b"v" * 5000)
+        node = await face.known(b"value")
+        await engine.evict(0, "", 0)
+        face.tree.inodes.forget([(node.number, 1)])
+        assert face.tree.inodes.get(node.number) is None
+        nursery.start_soon(face.coherence.run)
+        await trio.testing.wait_all_tasks_blocked()
+        await face.close(nursery)
+
+
 @pytest.mark.parametrize("behind", [False, True])
 async def test_a_file_keeps_its_mode_when_the_kernel_forgets_it(tmp_path, monkeypatch, behind):
     async with running(config(tmp_path)) as engine, trio.open_nursery() as nursery:
