@@ -8,6 +8,7 @@ import itertools
 import time
 from collections.abc import Iterator
 
+import trio
 from pyfuse3 import FUSEError
 
 from kvcsfs.engine import keys
@@ -20,6 +21,7 @@ from kvcsfs.fuse.inodes import HUB, Directory, File, Inodes, Node
 from kvcsfs.fuse.names import Kind, Name
 
 PAGE = 256  # names fetched at once: below a millisecond of the loop
+PATIENCE_SECONDS = 1.0  # for whoever has a file's lock, which may wait for a broken disk
 LOOK = 64  # names looked up at once for a reply, of which the last are looked up in vain
 
 
@@ -85,13 +87,21 @@ class Tree:
             return self._mountpoint(parent, raw)
         name = self.decode(parent, raw)
         path = parent.base + name.component if name is not None else ""
+        patience = trio.CancelScope()
         while True:
             ((entry, is_directory),) = await self.look(parent.index, [path])
             node = self.inodes.files.get((parent.index, path))
-            if node is None or not node.lock.locked() or not self.is_stale(node, entry):
+            if (
+                node is None
+                or not node.lock.locked()
+                or not self.is_stale(node, entry)
+                or patience.cancelled_caught
+            ):
                 return self._node(parent, raw, name, path, entry, is_directory)
             # To be told for sure: the kernel asks once more after ESTALE, and must get what can be opened.
-            await self.recheck(node)
+            # Not for ever: the kernel asks nothing else of the directory meanwhile.
+            with trio.move_on_after(PATIENCE_SECONDS) as patience:
+                await self.recheck(node)
 
     def _node(
         self,
@@ -167,11 +177,13 @@ class Tree:
 
     async def recheck(self, node: File) -> None:
         """Take the name from a file that isn't any more what its key holds, once nobody has its lock."""
-        async with node.lock:
-            entry = await self.engine.find(node.index, node.key)
-            if self.inodes.has(node) and self.is_stale(node, entry):
-                self.inodes.lose(node, self.recorded(node))
-        self.inodes.drop_unused(node)  # who had the lock could not, as we waited for it
+        try:
+            async with node.lock:
+                entry = await self.engine.find(node.index, node.key)
+                if self.inodes.has(node) and self.is_stale(node, entry):
+                    self.inodes.lose(node, self.recorded(node))
+        finally:
+            self.inodes.drop_unused(node)  # who had the lock could not, as we waited for it
 
     async def is_empty(self, node: Directory) -> bool:
         """Whether a directory has nothing in it."""

@@ -12,6 +12,7 @@ import trio.testing
 from kvcsfs.engine import upkeep
 from kvcsfs.engine.engine import Engine
 from kvcsfs.errors import BackingError
+from kvcsfs.fuse import tree
 from kvcsfs.fuse.coherence import Coherence
 from kvcsfs.fuse.contents import Contents
 from kvcsfs.fuse.inodes import File, Inodes
@@ -196,6 +197,31 @@ async def test_a_lookup_beside_whoever_waits_for_the_file(tmp_path, monkeypatch,
         found = await face.tree.lookup(face.tree.inodes.root, b"value")
         assert found is not node
         assert (found is not None and found.size == 6000) == (how == "replaced")
+        assert await face.next() == b"value"
+        await face.close(nursery)
+
+
+async def test_a_lookup_beside_a_disk_that_hangs(tmp_path, monkeypatch):
+    """The kernel asks nothing else of the directory meanwhile: a lookup must end."""
+    monkeypatch.setattr(tree, "PATIENCE_SECONDS", 0.01)
+    async with running(config(tmp_path)) as engine, trio.open_nursery() as nursery:
+        face = Face(engine, monkeypatch)
+        await put(engine, face.session, "value", b"v" * 5000)
+        node, disk = await face.known(b"value"), trio.Event()
+
+        async def hang() -> None:
+            async with node.lock:
+                await disk.wait()
+
+        nursery.start_soon(hang)
+        await trio.testing.wait_all_tasks_blocked()
+        await engine.evict(0, "", 0)
+        with trio.fail_after(10):
+            assert await face.tree.lookup(face.tree.inodes.root, b"value") is node
+        disk.set()
+        await trio.testing.wait_all_tasks_blocked()
+        assert await face.tree.lookup(face.tree.inodes.root, b"value") is None
+        nursery.start_soon(face.coherence.run)
         assert await face.next() == b"value"
         await face.close(nursery)
 
