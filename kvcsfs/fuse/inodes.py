@@ -158,8 +158,8 @@ class Inodes:
             self.outdated.put((node.parent.number, node.name))
 
     def detach(self, node: File, kept: Attributes) -> None:
-        """A file has lost its name."""
-        if not node.gone:
+        """A file has lost its name, if it still has it."""
+        if self.has(node):
             node.gone, node.kept = True, kept
             del self.files[node.index, node.key]
 

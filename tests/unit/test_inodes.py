@@ -82,3 +82,14 @@ def test_a_directory_may_be_the_beginning_of_a_component(path, base, partial):
     inodes = Inodes()
     node = inodes.directory(0, path, None, b"")
     assert (node.base, node.partial) == (base, partial)
+
+
+def test_a_file_that_was_dropped_takes_no_name_from_what_has_it_now():
+    inodes = Inodes()
+    dropped = inodes.file(0, "key", None)
+    inodes.drop_unused(dropped)
+    inodes.detach(dropped, {})
+    file = inodes.file(0, "key", None)
+    inodes.detach(dropped, {})
+    assert inodes.files[0, "key"] is file
+    inodes.check()
