@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import math
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -67,7 +68,7 @@ class Put:
     ) -> None:
         self._core, self._keys, self._sources = core, keys, sources
         self._deadline, self._mountpoint, self._if_exists = deadline, mountpoint, if_exists
-        self._lanes, self._part_keys = 1, PART_KEYS
+        self._lanes, self._part_charge = 1, 0
         self.statuses = check_keys(keys, core.max_key_size)
         self.sizes = [size_of(source) for source in sources]
         if self.sizes and (min(self.sizes) <= 0 or max(self.sizes) > core.max_value_size):
@@ -103,7 +104,6 @@ class Put:
         todo = _Todo(places)
         if len(places) > ONE_PART_KEYS:
             self._lanes = 2
-            self._part_keys = min(PART_KEYS, -(-len(places) // 2))
         second = Errand(self._core.simple, partial(self._lane, todo)) if self._lanes > 1 else None
         try:
             self._lane(todo)
@@ -138,16 +138,25 @@ class Put:
 
     def _cut(self, places: Sequence[int], link: Link) -> int:
         """How many keys the next part has: all lanes must fit into what one connection may reserve; at least one."""
-        count = min(self._part_keys, self._core.channel.max_fds, key_limit(self._core, link))
+        count = min(PART_KEYS, self._core.channel.max_fds, key_limit(self._core, link))
         gate = link.gate(self._mountpoint)
-        if gate is None:
-            return count
+        limit = max(1, gate.limit // self._lanes) if gate is not None else sys.maxsize
+        if not self._part_charge:
+            self._part_charge = self._equal(places, count, limit)
         charge = 0
         for i, place in enumerate(places[:count]):
+            if charge >= self._part_charge:
+                return i
             charge += charged_bytes(self.sizes[place])
-            if charge > gate.limit // self._lanes:
+            if charge > limit:
                 return max(1, i)
         return count
+
+    def _equal(self, places: Sequence[int], count: int, limit: int) -> int:
+        """What a part is charged if all are equal, as many for each lane: else one lane moves the last part alone."""
+        charge = sum(charged_bytes(self.sizes[place]) for place in places)
+        rounds = max(-(-len(places) // (count * self._lanes)), -(-charge // (limit * self._lanes)))
+        return -(-charge // (rounds * self._lanes))
 
     def _run_part(self, part: Sequence[int], charge: int, link: Link) -> None:
         """Take this part's share of what calls have in common, run it, and give the share back."""

@@ -14,6 +14,7 @@ pytest.importorskip("lmcache.v1.storage_backend")
 from lmcache.v1.distributed.api import ObjectKey
 from lmcache.v1.memory_allocators.host_memory_allocator import HostMemoryAllocator
 from lmcache.v1.memory_management import MemoryFormat
+from tests.bench.bare import bare
 from tests.bench.engine_times import BATCHES_KEPT, PAGES, Step, capacity, compare
 from tests.engines.daemon import Daemon
 from tests.engines.test_lmcache_engine import MODEL, adapter, l2_connector, load, store
@@ -47,7 +48,9 @@ def test_store_and_load(tmp_path: Path, page_bytes: int):
     for memory in objects:
         memory.tensor.view(torch.int16).random_()
     (tmp_path / "native").mkdir()
+    views = [memoryview(memory.tensor.view(torch.uint8).flatten().numpy()) for memory in objects]
     with (
+        bare(tmp_path / "bare", views) as floors,
         Daemon(tmp_path / "store", capacity(page_bytes)) as daemon,
         adapter(l2_connector(daemon)) as ours,
         Daemon(tmp_path / "other", capacity(page_bytes)) as other,
@@ -55,7 +58,7 @@ def test_store_and_load(tmp_path: Path, page_bytes: int):
         adapter({"type": "fs", "base_path": str(tmp_path / "fs")}) as files,
         adapter({"type": "fs_native", "base_path": str(tmp_path / "native"), "num_workers": 4}) as native,
     ):
-        contestants = {"kvcsfs": steps(ours, objects, deletes=False)}
+        contestants = {**floors, "kvcsfs": steps(ours, objects, deletes=False)}
         contestants |= {"kvcsfs, unverified": steps(unverified, objects, deletes=False)}
         contestants |= {"fs": steps(files, objects, deletes=True)}
         contestants |= {"fs_native": steps(native, objects, deletes=True)}

@@ -13,6 +13,7 @@ pytest.importorskip("sglang")
 
 from tests.engines import without_torchvision  # noqa: F401  # before anything of SGLang's is imported
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile
+from tests.bench.bare import bare
 from tests.bench.engine_times import PAGES, Step, capacity, compare
 from tests.engines.daemon import Daemon
 from tests.engines.test_sglang_engine import attach, config, host_pool_of
@@ -31,7 +32,13 @@ def test_store_and_load(tmp_path: Path, layers: int, layout: str):
     first = indices[::PAGE_TOKENS].tolist()
     pool.kv_buffer.view(torch.int16).random_()
     room = capacity(page_bytes)
-    with Daemon(tmp_path / "store", room) as daemon, Daemon(tmp_path / "other", room) as other:
+    memory = memoryview(pool.kv_buffer.view(torch.uint8).flatten().numpy())
+    views = [memory[at : at + page_bytes] for at in range(0, PAGES * page_bytes, page_bytes)]
+    with (
+        Daemon(tmp_path / "store", room) as daemon,
+        Daemon(tmp_path / "other", room) as other,
+        bare(tmp_path / "bare", views) as floors,
+    ):
         ours = attach(daemon, pool, layout)
         faster = attach(other, pool, layout, verify_reads=False)
         limited = {"file_storage_path": str(tmp_path / "files"), "max_size": str(room)}
@@ -58,6 +65,7 @@ def test_store_and_load(tmp_path: Path, layers: int, layout: str):
                 pool.set_from_flat_data_page(i, page)
 
         contestants = {
+            **floors,
             "kvcsfs": steps(ours),
             "kvcsfs, unverified": steps(faster),
             "HiCacheFile": (store_files, load_files),

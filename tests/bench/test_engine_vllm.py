@@ -18,6 +18,7 @@ from tests.engines import without_torchvision  # noqa: F401  # before anything o
 from vllm.v1.kv_offload.base import ReqContext
 from vllm.v1.kv_offload.tiering.base import TransferJob
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+from tests.bench.bare import bare
 from tests.bench.engine_times import BATCHES_KEPT, PAGES, Step, capacity, compare
 from tests.engines.daemon import Daemon
 from tests.engines.test_vllm_engine import Spec, config, key, tier_config
@@ -55,6 +56,7 @@ def test_store_and_load(tmp_path: Path, page_bytes: int):
     with (
         Daemon(tmp_path / "store", capacity(page_bytes)) as daemon,
         Daemon(tmp_path / "other", capacity(page_bytes)) as other,
+        bare(tmp_path / "bare", [memoryview(page) for page in memory]) as floors,
     ):
 
         def tier(settings: dict[str, Any]) -> Any:
@@ -79,6 +81,7 @@ def test_store_and_load(tmp_path: Path, page_bytes: int):
             """The store evicts by itself."""
 
         contestants = {
+            **floors,
             "kvcsfs": steps(ours, nothing),
             "kvcsfs, unverified": steps(unverified, nothing),
             "fs tier, direct": steps(direct, evictor(direct)),

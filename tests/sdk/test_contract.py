@@ -208,7 +208,7 @@ def test_puts_are_cut_to_a_quarter_of_the_capacity(tmp_path):
     daemon.stop()
 
 
-@pytest.mark.parametrize("parts", [[64], [32, 33], [100, 100], [44, 128, 128]])
+@pytest.mark.parametrize("parts", [[64], [32, 33], [100, 100], [75, 75, 75, 75]])
 def test_a_long_put_goes_in_parts_and_in_two_lanes(daemon, client, parts):
     pairs = [(f"k{i}", b"%d" % i) for i in range(sum(parts))]
     assert put(client, *pairs) == [0] * len(pairs)
@@ -216,6 +216,15 @@ def test_a_long_put_goes_in_parts_and_in_two_lanes(daemon, client, parts):
     assert sorted(len(r.keys) for r in reserves) == parts
     assert {key for r in reserves for key in r.keys} == {key for key, _ in pairs}
     assert all(daemon.value(key) == value for key, value in pairs)
+
+
+def test_a_put_larger_than_its_share_goes_in_equal_parts_for_both_lanes(tmp_path):
+    """Else one lane would move a third part while the other is idle."""
+    daemon = FakeDaemon(tmp_path, capacity=4 * 600 * KIB)
+    with KvcsLowLevelClient(daemon.path) as client:
+        assert put(client, *((f"k{i}", bytes(4 * KIB)) for i in range(100))) == [0] * 100
+        assert [len(r.keys) for r in daemon.wait_for(wire.Reserve, 4)] == [25] * 4
+    daemon.stop()
 
 
 def test_what_fails_in_one_lane_ends_the_other(daemon, client):
