@@ -26,6 +26,15 @@ class Gate:
             self._free -= amount
         return amount
 
+    def try_take(self, amount: int) -> int:
+        """`take` without waiting."""
+        amount = min(amount, self.limit)
+        with self._changed:
+            if self._free < amount:
+                return 0
+            self._free -= amount
+        return amount
+
     def give(self, amount: int) -> None:
         with self._changed:
             self._free += amount

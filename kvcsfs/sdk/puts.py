@@ -1,11 +1,11 @@
-"""A batch put: reserve, transfer, commit."""
+"""A batch put: reserve, transfer, commit. In two parts at once: one's bytes move while the daemon is at the other."""
 
 from __future__ import annotations
 
 import errno
 import math
 import sys
-import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from time import perf_counter
@@ -14,44 +14,41 @@ from kvcsfs import wire
 from kvcsfs.errors import KvcsError, KvcsTimeoutError
 from kvcsfs.sdk.buffers import Source, size_of
 from kvcsfs.sdk.channel import Exchange, Link, charged_bytes
-from kvcsfs.sdk.connection import Frame
+from kvcsfs.sdk.connection import Frame, Waiter
 from kvcsfs.sdk.core import Core, CutShortError, broken, give_up, key_limit, open_places, pick
+from kvcsfs.sdk.crew import Crew
 from kvcsfs.sdk.deadline import Deadline
+from kvcsfs.sdk.gates import Gate
 from kvcsfs.sdk.keys import check_keys
 from kvcsfs.sdk.results import IfExists
 from kvcsfs.sdk.transfer import PENDING
-from kvcsfs.sdk.workers import Errand
-from kvcsfs.sdk.writing import Slots, Writing
+from kvcsfs.sdk.writing import Slots, Writing, writers
 
-# Of one reserve: enough to carry its round trips, small enough that the lanes of a batch overlap. For 256 values of
-# 64 KiB 128 was the best of 32, 64 and 128 (measured).
-PART_KEYS = 128
-ONE_PART_KEYS = 64  # so few, or fewer, are not worth a second lane
+PARTS_AT_ONCE = 2  # one whose bytes move, and one that the daemon reserves or commits
+PART_KEYS = 128  # enough to carry the round trips of a part: 64 KiB x 256 is slower with less (measured)
+WHOLE_KEYS = 64  # so few are not worth a second part
 _NO_POINT = wire.MountpointInfo(0, 0)
 
 
-class _Todo:
-    """The places of a put that no lane has taken yet, and what made a lane fail."""
+class _Part:
+    """Places on their way: reserved, then written, then committed."""
 
-    def __init__(self, places: Sequence[int]) -> None:
-        self._places = places
-        self._lock = threading.Lock()
-        self.failure: KvcsError | None = None
+    __slots__ = ("asked", "commit", "exchange", "give_space", "marks", "places", "tokens", "whole", "writing")
 
-    def take(self, count: Callable[[Sequence[int]], int]) -> Sequence[int]:
-        """The next places, as many as `count` says of all that are left; empty at the end."""
-        with self._lock:
-            at = count(self._places)
-            part, self._places = self._places[:at], self._places[at:]
-            return part
-
-    def stop(self) -> None:
-        with self._lock:
-            self._places = ()
-
-    def fail(self, failure: KvcsError) -> None:
-        self.failure = self.failure or failure
-        self.stop()
+    def __init__(
+        self,
+        places: Sequence[int],
+        exchange: Exchange,
+        writing: Writing,
+        give_space: Callable[[], None],
+        marks: tuple[float, float, float],
+    ) -> None:
+        self.places, self.exchange, self.writing = places, exchange, writing
+        self.give_space, self.marks = give_space, marks
+        self.tokens: list[int] = []  # to be aborted, unless they are committed
+        self.whole: list[int] = []  # the places that are being committed
+        self.commit: Waiter | None = None
+        self.asked = 0.0
 
 
 class Put:
@@ -68,7 +65,9 @@ class Put:
     ) -> None:
         self._core, self._keys, self._sources = core, keys, sources
         self._deadline, self._mountpoint, self._if_exists = deadline, mountpoint, if_exists
-        self._lanes, self._part_charge = 1, 0
+        self._parts: deque[_Part] = deque()  # what is under way
+        self._at_once, self._part_charge = 1, 0
+        self._crew: Crew | None = None
         self.statuses = check_keys(keys, core.max_key_size)
         self.sizes = [size_of(source) for source in sources]
         if self.sizes and (min(self.sizes) <= 0 or max(self.sizes) > core.max_value_size):
@@ -100,177 +99,199 @@ class Put:
         give_up(self.statuses, -rest)
 
     def _run_parts(self, places: Sequence[int]) -> None:
-        """Run all parts in two lanes: while one moves bytes, the daemon reserves or commits for the other."""
-        todo = _Todo(places)
-        if len(places) > ONE_PART_KEYS:
-            self._lanes = 2
-        second = Errand(self._core.simple, partial(self._lane, todo)) if self._lanes > 1 else None
+        todo = deque([places] if places else [])
+        self._at_once = PARTS_AT_ONCE if len(places) > WHOLE_KEYS else 1
         try:
-            self._lane(todo)
+            while todo or self._parts:
+                if not (todo and len(self._parts) < self._at_once and self._begin(todo)):
+                    self._advance(wants_room=bool(todo))
         finally:
-            todo.stop()
-            if second is not None:
-                second.settle()
-        if todo.failure is not None:
-            raise todo.failure
+            for part in list(self._parts):
+                part.writing.abort()
+                self._end(part)
 
-    def _lane(self, todo: _Todo) -> None:
-        """Take parts until none is left, or one of either lane failed as a whole."""
-        try:
-            while True:
-                link = self._core.channel.link(self._deadline)
-                part = todo.take(partial(self._cut, link=link))
-                if not part:
-                    return
-                self._run_or_halve(part, link)
-        except KvcsError as exc:
-            todo.fail(exc)
+    # -- a part's beginning
 
-    def _run_or_halve(self, part: Sequence[int], link: Link) -> None:
+    def _begin(self, todo: deque[Sequence[int]]) -> bool:
+        """Have the next part reserved and its writing begin; False if that must wait for one that is under way."""
+        begin, link, rest = perf_counter(), self._core.channel.link(self._deadline), todo[0]
+        count = self._cut(rest, link)
+        part = rest[:count]
+        space, charge = link.gate(self._mountpoint), sum(charged_bytes(self.sizes[place]) for place in part)
+        reserved, taken = self._take_share(space, charge, count)
+        if not taken:
+            return False
+        todo.popleft()
+        if count < len(rest):
+            todo.appendleft(rest[count:])
+        give_space = partial(space.give, reserved) if space is not None else _nothing
         try:
-            self._run_part(part, sum(charged_bytes(self.sizes[place]) for place in part), link)
+            self._reserve(part, give_space, taken, begin)
         except CutShortError:
-            if len(part) == 1:
+            if count == 1:
                 self.statuses[part[0]] = -errno.EMFILE
-                return
-            for half in (part[: len(part) // 2], part[len(part) // 2 :]):
-                self._run_or_halve(half, link)
+            else:
+                todo.extendleft((part[count // 2 :], part[: count // 2]))
+        return True
 
     def _cut(self, places: Sequence[int], link: Link) -> int:
-        """How many keys the next part has: all lanes must fit into what one connection may reserve; at least one."""
+        """How many keys the next part has: all at once must fit into what one connection may reserve; at least one."""
         count = min(PART_KEYS, self._core.channel.max_fds, key_limit(self._core, link))
         gate = link.gate(self._mountpoint)
-        limit = max(1, gate.limit // self._lanes) if gate is not None else sys.maxsize
+        limit = max(1, gate.limit // self._at_once) if gate is not None else sys.maxsize
         if not self._part_charge:
-            self._part_charge = self._equal(places, count, limit)
+            charge = sum(charged_bytes(self.sizes[place]) for place in places)
+            parts = max(self._at_once, -(-len(places) // count), -(-charge // limit))
+            self._part_charge = -(-charge // parts)
         charge = 0
         for i, place in enumerate(places[:count]):
-            if charge >= self._part_charge:
+            if charge >= self._part_charge:  # parts are equal
                 return i
             charge += charged_bytes(self.sizes[place])
             if charge > limit:
                 return max(1, i)
-        return count
+        return min(count, len(places))
 
-    def _equal(self, places: Sequence[int], count: int, limit: int) -> int:
-        """What a part is charged if all are equal, as many for each lane: else one lane moves the last part alone."""
-        charge = sum(charged_bytes(self.sizes[place]) for place in places)
-        rounds = max(-(-len(places) // (count * self._lanes)), -(-charge // (limit * self._lanes)))
-        return -(-charge // (rounds * self._lanes))
+    def _take_share(self, space: Gate | None, charge: int, count: int) -> tuple[int, int]:
+        """Take what the calls of this client have in common, bytes and descriptors; 0 descriptors if others have it.
 
-    def _run_part(self, part: Sequence[int], charge: int, link: Link) -> None:
-        """Take this part's share of what calls have in common, run it, and give the share back."""
-        begin, fds, space = perf_counter(), self._core.channel.fds, link.gate(self._mountpoint)
-        reserved = space.take(charge, self._deadline) if space is not None else charge
-        taken = fds.take(len(part), self._deadline) if reserved else 0
-        try:
-            if not taken:
+        Raises:
+            KvcsTimeoutError: they had it until the deadline.
+        """
+        fds, waits = self._core.channel.fds, not self._parts  # never with what others may be waiting for
+        if waits:
+            reserved = space.take(charge, self._deadline) if space is not None else charge
+            taken = fds.take(count, self._deadline) if reserved else 0
+        else:
+            reserved = space.try_take(charge) if space is not None else charge
+            taken = fds.try_take(count) if reserved else 0
+        if not taken:
+            if space is not None:
+                space.give(reserved)
+            if waits:
                 raise KvcsTimeoutError(
                     "other calls of this client held the room for this one until the deadline"
                 )
-            self._reserve(part, partial(fds.give, taken), begin)
-        finally:
-            if space is not None and reserved:
-                space.give(reserved)
+        return reserved, taken
 
-    def _reserve(self, part: Sequence[int], fds_closed: partial[None], begin: float) -> None:
-        core, deadline, asked = self._core, self._deadline, perf_counter()
-        keys, sizes = pick(self._keys, part), [self.sizes[place] for place in part]
-        left = deadline.remaining()
+    def _reserve(self, places: Sequence[int], give_space: Callable[[], None], fds: int, begin: float) -> None:
+        core, asked = self._core, perf_counter()
+        keys, sizes = pick(self._keys, places), [self.sizes[place] for place in places]
+        left = self._deadline.remaining()
         ttl = left if left < math.inf else 0.0
         try:
             exchange = core.channel.exchange(
                 lambda _, id_: wire.Reserve(id_, self._mountpoint, keys, sizes, self._if_exists, ttl),
-                deadline,
+                self._deadline,
             )
         except BaseException:
-            fds_closed()
+            core.channel.fds.give(fds)
+            give_space()
             raise
-        marks = begin, asked, perf_counter()
         point = exchange.link.mountpoint(self._mountpoint) or _NO_POINT
-        writing = Writing(core.setters, core.channel.transfers, fds_closed, point, self._lanes)
-        self._transfer(exchange, writing, part, marks)
-
-    def _transfer(
-        self, exchange: Exchange, writing: Writing, part: Sequence[int], marks: tuple[float, float, float]
-    ) -> None:
-        tokens: list[int] = []  # not committed yet
+        self._crew = self._crew or writers(core.setters, point)
+        writing = Writing(self._crew, core.channel.transfers, partial(core.channel.fds.give, fds), point)
+        part = _Part(places, exchange, writing, give_space, (begin, asked, perf_counter()))
+        self._parts.append(part)
         try:
             for frame in exchange.frames(self._deadline):
                 writing.own(frame.fds)
-                tokens += [token for token in getattr(frame.reply, "tokens", ()) if token > 0]
-                self._take(exchange, frame, part, writing)
-            if not writing.finish(self._deadline):
-                raise KvcsTimeoutError("the transfer did not end before the deadline")
-            if self._core.meter is not None:
-                self._core.meter.phases("put", *marks)
-            self._commit(exchange, writing, tokens)
-        except BaseException:
+                part.tokens += [token for token in getattr(frame.reply, "tokens", ()) if token > 0]
+                self._take(part, frame)
+        except CutShortError:
             writing.abort()
+            self._end(part)
             raise
-        finally:
-            exchange.connection.abandon(exchange.waiter)
-            if tokens:
-                exchange.connection.post(wire.Abort(0, tokens))
+        writing.added()
 
-    def _take(self, exchange: Exchange, frame: Frame, part: Sequence[int], writing: Writing) -> None:
+    def _take(self, part: _Part, frame: Frame) -> None:
         """Answer what got no reservation and queue the rest of one frame."""
         reply = frame.reply
         if isinstance(reply, wire.Failure):
-            for place in part:
+            for place in part.places:
                 self.statuses[place] = -abs(reply.errno)
             return
         if not isinstance(reply, wire.ReserveReply):
-            raise broken(exchange, type(reply).__name__)
+            raise broken(part.exchange, type(reply).__name__)
         if frame.cut:
             raise CutShortError
-        places, tokens = part[reply.first : reply.first + len(reply.tokens)], reply.tokens
+        places, tokens = part.places[reply.first : reply.first + len(reply.tokens)], reply.tokens
         if len(places) != len(tokens):
-            raise broken(exchange, f"{len(tokens)} tokens for {len(places)} keys")
+            raise broken(part.exchange, f"{len(tokens)} tokens for {len(places)} keys")
         if tokens and min(tokens) <= 0:
             for place, token in zip(places, tokens, strict=True):
                 if token <= 0:
                     self.statuses[place] = self._status(token)
             places = [place for place, token in zip(places, tokens, strict=True) if token > 0]
             tokens = [token for token in tokens if token > 0]
-        writing.take(Slots(places, tokens, frame.fds, [self._sources[place] for place in places]))
+        part.writing.take(Slots(places, tokens, frame.fds, [self._sources[place] for place in places]))
 
     def _status(self, status: int) -> int:
         return 0 if status == -errno.EEXIST and self._if_exists == "keep" else status
 
-    def _commit(self, exchange: Exchange, writing: Writing, tokens: list[int]) -> None:
-        """Publish what was written whole; `tokens` keeps what is to be aborted."""
-        places: list[int] = []
+    # -- its end
+
+    def _advance(self, *, wants_room: bool) -> None:
+        """Wait for what comes next: the oldest part to be written, or committed if that makes room for another."""
+        writing = next((part for part in self._parts if part.commit is None), None)
+        if writing is None or (wants_room and self._parts[0].commit is not None):
+            self._committed(self._parts[0])
+        else:
+            self._commit(writing)
+
+    def _commit(self, part: _Part) -> None:
+        """Wait until a part is written, and have what was written whole published."""
+        if not part.writing.finish(self._deadline):
+            raise KvcsTimeoutError("the transfer did not end before the deadline")
+        if self._core.meter is not None:
+            self._core.meter.phases("put", *part.marks)
         whole: list[int] = []
         digests: list[bytes] = []
-        for slots in writing.slots:
+        for slots in part.writing.slots:
             for place, token, status, digest in zip(
                 slots.places, slots.tokens, slots.statuses, slots.digests, strict=True
             ):
                 if status:
                     self.statuses[place] = -errno.EIO if status == PENDING else status
                 else:
-                    places.append(place)
+                    part.whole.append(place)
                     whole.append(token)
                     digests.append(digest)
         if not whole:
+            self._end(part)
             return
-        connection, begin = exchange.connection, perf_counter()
+        connection, part.asked = part.exchange.connection, perf_counter()
         commit = wire.Commit(connection.next_id(), whole, b"".join(digests), self._if_exists)
-        waiter = connection.request(commit, self._deadline)
-        kept = set(tokens) - set(whole)
-        tokens[:] = kept  # the rest is in the daemon's hands now
-        try:
-            reply = connection.next_frame(waiter, self._deadline).reply
-        finally:
-            connection.abandon(waiter)
+        part.commit = connection.request(commit, self._deadline)
+        part.tokens = list(set(part.tokens) - set(whole))  # the others are in the daemon's hands now
+
+    def _committed(self, part: _Part) -> None:
+        """Wait until a part is published."""
+        assert part.commit is not None
+        reply = part.exchange.connection.next_frame(part.commit, self._deadline).reply
         if isinstance(reply, wire.Failure):
-            statuses = [-abs(reply.errno)] * len(whole)
-        elif isinstance(reply, wire.CommitReply) and len(reply.statuses) == len(whole):
+            statuses = [-abs(reply.errno)] * len(part.whole)
+        elif isinstance(reply, wire.CommitReply) and len(reply.statuses) == len(part.whole):
             statuses = reply.statuses
         else:
-            raise broken(exchange, type(reply).__name__)
-        for place, status in zip(places, statuses, strict=True):
+            raise broken(part.exchange, type(reply).__name__)
+        for place, status in zip(part.whole, statuses, strict=True):
             self.statuses[place] = self._status(status)
         if self._core.meter is not None:
-            self._core.meter.phase("put", "commit", perf_counter() - begin)
+            self._core.meter.phase("put", "commit", perf_counter() - part.asked)
+        self._end(part)
+
+    def _end(self, part: _Part) -> None:
+        """Give back what a part has."""
+        self._parts.remove(part)
+        connection = part.exchange.connection
+        connection.abandon(part.exchange.waiter)
+        if part.commit is not None:
+            connection.abandon(part.commit)
+        if part.tokens:
+            connection.post(wire.Abort(0, part.tokens))
+        part.give_space()
+
+
+def _nothing() -> None:
+    """Give back what wasn't taken."""

@@ -15,7 +15,8 @@ from xxhash import xxh3_128
 
 from kvcsfs import wire
 from kvcsfs.sdk.buffers import Pages, Target, cut, digest_of, size_of, uninitialised, views_of
-from kvcsfs.sdk.transfer import IOV_MAX, RANGE_BYTES, WHOLE_BYTES, Piece, Seat, Transfer, group, ranges
+from kvcsfs.sdk.crew import Crew, Piece, Seat
+from kvcsfs.sdk.transfer import IOV_MAX, RANGE_BYTES, WHOLE_BYTES, Transfer, group, ranges
 from kvcsfs.sdk.workers import CHUNK_BYTES, Pool, bounce_buffer
 
 
@@ -73,7 +74,7 @@ class Reading(Transfer):
         data: list[bytearray | None],
         point: wire.MountpointInfo,
     ) -> None:
-        super().__init__(pool, live, fds_closed, pool.size)
+        super().__init__(Crew(pool, pool.size), live, fds_closed)
         self.statuses, self.data = statuses, data
         self.wrong: list[int] = []
         self.needed: dict[int, int] = {}

@@ -69,35 +69,6 @@ class Pool:
                 thread.join(deadline.remaining())
 
 
-class Errand:
-    """A job handed to a pool that is taken back if no thread has begun it by the time its owner is done."""
-
-    def __init__(self, pool: Pool, job: Job) -> None:
-        self._job = job
-        self._lock = threading.Lock()
-        self._open = True
-        self._done = threading.Event()
-        pool.submit(self._run)
-
-    def _run(self) -> None:
-        with self._lock:
-            if not self._open:
-                return
-            self._open = False
-        try:
-            self._job()
-        finally:
-            self._done.set()
-
-    def settle(self) -> None:
-        """Take it back, or wait until it is done."""
-        with self._lock:
-            begun = not self._open
-            self._open = False
-        if begun:
-            self._done.wait()
-
-
 def _work(jobs: SimpleQueue[Job | None]) -> None:
     """A thread holds the queue and not its pool or client, so that an unclosed client can be collected."""
     while (job := jobs.get()) is not None:

@@ -11,17 +11,8 @@ from xxhash import xxh3_128
 
 from kvcsfs import wire
 from kvcsfs.sdk.buffers import Source, cut, digest_of, size_of, views_of
-from kvcsfs.sdk.transfer import (
-    IOV_MAX,
-    PENDING,
-    PROCESSORS,
-    WHOLE_BYTES,
-    Piece,
-    Seat,
-    Transfer,
-    group,
-    ranges,
-)
+from kvcsfs.sdk.crew import PROCESSORS, Crew, Piece, Seat
+from kvcsfs.sdk.transfer import IOV_MAX, PENDING, WHOLE_BYTES, Transfer, group, ranges
 from kvcsfs.sdk.workers import CHUNK_BYTES, Pool, bounce_buffer
 
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
@@ -49,17 +40,12 @@ class Writing(Transfer):
 
     def __init__(
         self,
-        pool: Pool,
+        crew: Crew,
         live: set[Transfer],
         fds_closed: Callable[[], None],
         point: wire.MountpointInfo,
-        lanes: int,
     ) -> None:
-        """`lanes`: how many of these go on at once."""
-        # Writes into the page cache keep processors busy: with more threads than those the bytes to be hashed are gone
-        # from the processor's cache, and small values wait for the interpreter lock.
-        threads = pool.size if point.align else max(1, PROCESSORS // lanes)
-        super().__init__(pool, live, fds_closed, threads)
+        super().__init__(crew, live, fds_closed)
         self._waits = not point.in_memory
         self._align = point.align  # > 0: direct I/O
         self.slots: list[Slots] = []
@@ -173,6 +159,15 @@ class Writing(Transfer):
             done = slots.left[j] == 0
         if done:
             slots.statuses[j] = 0
+
+
+def writers(pool: Pool, point: wire.MountpointInfo) -> Crew:
+    """The crew for all parts of one put.
+
+    Writes into the page cache keep processors busy: with more threads than those the bytes to be hashed are gone
+    from the processor's cache, and small values wait for the interpreter lock.
+    """
+    return Crew(pool, pool.size if point.align else PROCESSORS)
 
 
 def _status(exc: OSError) -> int:

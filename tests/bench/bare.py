@@ -10,7 +10,7 @@ from pathlib import Path
 
 from xxhash import xxh3_128
 
-from kvcsfs.sdk.transfer import PROCESSORS
+from kvcsfs.sdk.crew import PROCESSORS
 from kvcsfs.sdk.workers import CHUNK_BYTES
 from tests.bench.engine_times import BATCHES_KEPT, Step
 

@@ -16,10 +16,11 @@ import pytest
 
 from kvcsfs import wire
 from kvcsfs.errors import KvcsTimeoutError
-from kvcsfs.sdk import BufferPool, KvcsLowLevelClient, LLGetItemOpt, LLPutItem, transfer
+from kvcsfs.sdk import BufferPool, KvcsLowLevelClient, LLGetItemOpt, LLPutItem, crew
+from kvcsfs.sdk.crew import PROCESSORS, Crew, Seat
 from kvcsfs.sdk.deadline import Deadline
 from kvcsfs.sdk.reading import Reading, Value
-from kvcsfs.sdk.transfer import PROCESSORS, TASK_BYTES, Seat, Transfer, group, ranges
+from kvcsfs.sdk.transfer import TASK_BYTES, Transfer, group, ranges
 from kvcsfs.sdk.workers import Pool
 from tests.sdk.fake_daemon import FakeDaemon
 
@@ -310,7 +311,7 @@ def test_a_worker_goes_on_after_work_that_raises(expected_warnings):
     """Else what is queued would wait for the deadline, with nobody there to do it."""
     expected_warnings.append("a worker's job failed")
     pool, done, closed = Pool("test", 4), threading.Event(), threading.Event()
-    transfer = Transfer(pool, set(), closed.set, slow_threads=1)
+    transfer = Transfer(Crew(pool, 1), set(), closed.set)
     transfer.add([(_raising, ()), (lambda _seat: done.set(), ())], slow=True)
     assert transfer.finish(Deadline(5))
     assert done.is_set() and closed.is_set()
@@ -321,7 +322,7 @@ def test_a_worker_goes_on_after_work_that_raises(expected_warnings):
 def test_threads_are_added_for_a_disk_and_not_for_a_processor(monkeypatch, waits_for, threads):
     """What is ready and has no processor is not helped by one more that wants it."""
     monkeypatch.setattr(
-        transfer,
+        crew,
         "queued_seconds",
         lambda: time.monotonic() if waits_for == "processor" else 0.0,
     )
@@ -331,7 +332,7 @@ def test_threads_are_added_for_a_disk_and_not_for_a_processor(monkeypatch, waits
         seen.add(threading.get_ident())
         time.sleep(0.005)
 
-    moving = Transfer(pool, set(), lambda: None, slow_threads=1)
+    moving = Transfer(Crew(pool, 1), set(), lambda: None)
     moving.add([(piece, ())] * 40, slow=True)
     assert moving.finish(Deadline(5))
     assert len(seen) == threads
@@ -351,10 +352,10 @@ def test_the_kernel_counts_the_time_without_a_processor():
 
 def _spin(processor: int, seconds: float) -> float:
     os.sched_setaffinity(0, {processor})  # of this thread
-    before, end = transfer.queued_seconds(), time.thread_time() + seconds
+    before, end = crew.queued_seconds(), time.thread_time() + seconds
     while time.thread_time() < end:
         pass
-    return transfer.queued_seconds() - before
+    return crew.queued_seconds() - before
 
 
 def _raising(_seat: Seat) -> None:
