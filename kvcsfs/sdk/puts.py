@@ -7,6 +7,7 @@ import math
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from time import perf_counter
 
@@ -105,6 +106,11 @@ class Put:
             while todo or self._parts:
                 if not (todo and len(self._parts) < self._at_once and self._begin(todo)):
                     self._advance(wants_room=bool(todo))
+        except KvcsError:
+            for part in [part for part in self._parts if part.commit is not None]:
+                with suppress(KvcsError):  # its answer may be there
+                    self._committed(part)
+            raise
         finally:
             for part in list(self._parts):
                 part.writing.abort()
